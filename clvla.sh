@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Sets clvla up on a fresh Linux machine and runs it.
+#   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/mir.ipynb -p algo mir
+#   ./clvla.sh test [pytest options]     all tests and every notebook of the library
+#   ./clvla.sh lab                       JupyterLab on nbs/
+#   ./clvla.sh setup                     only make the environment
+# It makes a virtual environment in .venv (or $CLVLA_ENV) and, where they are missing and this user may, installs the
+# system packages libosmesa6 and libegl1 (software rendering). Nothing else on the machine is touched.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+ENV_DIR=${CLVLA_ENV:-.venv}
+
+say() { printf 'clvla: %s\n' "$*" >&2; }
+
+find_python() {
+  local p
+  for p in python3.12 python3.13 python3 "$HOME"/.pyenv/versions/3.12*/bin/python "$HOME"/.pyenv/versions/3.13*/bin/python; do
+    if "$p" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then echo "$p"; return; fi
+  done
+  if command -v uv >/dev/null; then uv python install 3.12 >&2 && uv python find 3.12 && return; fi
+  say "needs Python 3.12 or 3.13 and found none. Install one (Debian 13: apt-get install python3.13-venv; or uv, or pyenv), then start this again."
+  exit 1
+}
+
+system_packages() {
+  ldconfig -p | grep -q libOSMesa && ldconfig -p | grep -q libEGL && return
+  local sudo=""
+  [ "$(id -u)" = 0 ] || sudo="sudo -n"
+  say "installing the system packages libosmesa6 and libegl1 (software rendering)"
+  if ! { $sudo apt-get update -qq && $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libosmesa6 libegl1; } >&2; then
+    say "could not install them. Ask an administrator for: apt-get install libosmesa6 libegl1 (Fedora: mesa-libOSMesa mesa-libEGL)"
+    exit 1
+  fi
+}
+
+setup() {
+  system_packages
+  local want; want=$(cat settings.ini setup.py | sha256sum | cut -c1-16)
+  if [ "$(cat "$ENV_DIR/.clvla" 2>/dev/null || true)" = "$want" ]; then return; fi
+  local py; py=$(find_python)
+  say "making the environment $ENV_DIR with $($py --version) at $py (a few minutes, about 6 GB with torch)"
+  "$py" -m venv "$ENV_DIR"
+  "$ENV_DIR/bin/python" -m pip install -q --upgrade pip setuptools wheel
+  "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,lerobot,dev]'
+  echo "$want" > "$ENV_DIR/.clvla"
+}
+
+command=${1:-help}; shift || true
+case "$command" in
+  setup) setup ;;
+  run) setup; mkdir -p runs
+    if [ $# = 0 ]; then set -- -p algo mir; fi
+    "$ENV_DIR/bin/papermill" --log-output --no-progress-bar nbs/run_cl.ipynb runs/page.ipynb "$@"
+    say "the executed page is runs/page.ipynb; the results are in the run folder that it names" ;;
+  test) setup; "$ENV_DIR/bin/python" -m pytest -q "$@" tests ;;
+  lab) setup; "$ENV_DIR/bin/jupyter" lab nbs ;;
+  *) sed -n '2,9p' "$0" ; [ "$command" = help ] ;;
+esac

@@ -1,0 +1,27 @@
+"Writes README.md from nbs/index.ipynb: prose, shown code, text outputs."
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def readme(path):
+    "Markdown of a notebook, without hidden cells."
+    out = []
+    for c in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        src = "".join(c["source"])
+        directives = [l for l in src.splitlines() if l.startswith("#|")]
+        if any("hide" in d or "default_exp" in d for d in directives): continue
+        if c["cell_type"] == "markdown":
+            out.append(src)
+            continue
+        code = "\n".join(l for l in src.splitlines() if not l.startswith("#|")).strip()
+        if code: out.append(f"```python\n{code}\n```")
+        for o in c.get("outputs", []):
+            text = "".join(o.get("text", o.get("data", {}).get("text/plain", "")))
+            if text: out.append("    "+text.rstrip().replace("\n", "\n    "))
+    return "\n\n".join(out)+"\n"
+
+
+if __name__ == "__main__":
+    (ROOT/"README.md").write_text(readme(ROOT/"nbs/index.ipynb"), encoding="utf-8")
