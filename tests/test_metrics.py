@@ -1,7 +1,7 @@
 "Metrics against hand-computed matrices, published definitions written out as loops, and missing cells."
 import json
 import numpy as np, pytest
-from clvla.eval.metrics import (JOINT, aaa, asr, auc, bwt, forgetting, from_json, from_rates, from_records, fwt, la, libero_fwt, measure,
+from clvla.eval.metrics import (JOINT, Score, aaa, asr, auc, bwt, forgetting, from_json, from_rates, from_records, fwt, la, libero_fwt, measure,
                                 nbt, read_records, score, to_json, upto)
 
 nan = float("nan")
@@ -130,4 +130,5 @@ def test_torn_and_damaged_files(tmp_path):
 def test_recorded_twice():
     r = ep(0, "a", "a", 0, True)
     with pytest.raises(ValueError, match="recorded twice"): from_records([r, r], "a", "a")
+    assert score(np.array([.5]), np.array([.5])) == Score(.5, 0, 1)
     assert score(np.array([.5, nan]), np.array([.5, nan])).missing == 1

@@ -1,4 +1,4 @@
-"What every policy in the registry promises: shapes, gradients, padding, repeatability, storage, and errors that say what to do."
+"What every policy promises: shapes, gradients, padding, repeatability, storage, and errors that say what to do."
 import json, subprocess, sys, zlib
 import pytest, torch
 from clvla.batch import take, torch_rng
@@ -7,7 +7,7 @@ from clvla.policies.all import load_policy, make_policy, policies
 from clvla.policies.base import load_weights, n_params, param_groups, save_policy
 from clvla.policies.ema import EMA
 from clvla.policies.heads import FlowHead, L1Head, masked_mean
-from clvla.policies.tiny import Tiny, hash_words, word_ids
+from clvla.policies.tiny import Eye, Tiny, hash_words, word_ids
 
 torch.set_num_threads(1)
 SHORT,LONG = "open a drawer","rotate the faucet counter-clockwise until the water in the kitchen runs"
@@ -16,7 +16,8 @@ WRIST = IMAGES+"wrist"
 def make_batch(B=5, size=32, S=4, A=4, H=8, cameras=(IMAGE,), seed=0):
     g = torch_rng(seed, "test batch")
     pad = torch.zeros(B, H, dtype=torch.bool); pad[-1,3:] = True
-    images = {k: torch.randint(0, 256, (B, size, size, 3), generator=g, dtype=torch.uint8).permute(0, 3, 1, 2) for k in cameras}
+    frames = lambda: torch.randint(0, 256, (B, size, size, 3), generator=g, dtype=torch.uint8).permute(0, 3, 1, 2)
+    images = {k: frames() for k in cameras}
     return images | {STATE: torch.randn(B, S, generator=g), ACTION: torch.randn(B, H, A, generator=g), PAD: pad,
                      PROMPT: [(SHORT, LONG)[i%2] for i in range(B)]}
 
@@ -51,7 +52,8 @@ def test_sentence_alone_equals_sentence_in_padded_batch(policy):
 def test_the_words_matter(policy):
     batch = make_batch(2); other = batch | {PROMPT: ["close a drawer"]*2}; same = batch | {PROMPT: ["Open a DRAWER!"]*2}
     chunk = lambda b: policy.predict_chunk(b, generator=torch_rng(0, "words"))
-    assert torch.equal(chunk(batch | {PROMPT: [SHORT]*2}), chunk(same)) and not torch.allclose(chunk(same), chunk(other), atol=1e-4)
+    assert torch.equal(chunk(batch | {PROMPT: [SHORT]*2}), chunk(same))
+    assert not torch.allclose(chunk(same), chunk(other), atol=1e-4)
 
 def test_repeatable_with_given_noise(policy):
     batch = make_batch(); noise,time = policy.draw(5, torch_rng(0, "rep"))
@@ -79,7 +81,7 @@ def test_padded_steps_do_not_count(policy):
     far = batch | {ACTION: batch[ACTION].clone()}; far[ACTION][-1,3:] = 7.
     a,b = [policy(x, noise=noise, time=time, reduction="none")[0] for x in (batch, far)]
     assert torch.equal(a[:4], b[:4])
-    assert torch.allclose(a[4], b[4]) == (noise is None)   # a flow head sees the padded steps as input, but is not asked about them
+    assert torch.allclose(a[4], b[4]) == (noise is None)   # a flow head sees padded steps, but is not asked about them
 
 def test_all_padding_is_zero_not_nan():
     assert masked_mean(torch.ones(2, 3, 1), torch.ones(2, 3, dtype=torch.bool)).tolist() == [0., 0.]
@@ -95,14 +97,16 @@ def test_saved_policy_acts_the_same_in_a_fresh_process(policy, tmp_path):
     batch = make_batch(2); save_policy(policy, "tiny", tmp_path/"p")
     code = f"""import sys; sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})
 import json; from test_policies import *
-print(json.dumps(load_policy({str(tmp_path/'p')!r}).predict_chunk(make_batch(2), generator=torch_rng(5, 'disk')).tolist()))"""
+p = load_policy({str(tmp_path/'p')!r})
+print(json.dumps(p.predict_chunk(make_batch(2), generator=torch_rng(5, 'disk')).tolist()))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     here = policy.predict_chunk(batch, generator=torch_rng(5, "disk"))
     assert torch.equal(torch.tensor(json.loads(done.stdout)), here)
 
 def test_missing_unexpected_and_misshapen_weights_are_errors(tmp_path):
     save_policy(make_policy("tiny", 32), "tiny", tmp_path)
-    with pytest.raises(ValueError, match="missing head.*unexpected head"): load_weights(make_policy("tiny", 32, head="l1"), tmp_path)
+    l1 = make_policy("tiny", 32, head="l1")
+    with pytest.raises(ValueError, match="missing head.*unexpected head"): load_weights(l1, tmp_path)
     with pytest.raises(ValueError, match=r"the policy has \("): load_weights(make_policy("tiny", 32, H=4), tmp_path)
     with pytest.raises(ValueError, match="no weights"): load_weights(make_policy("tiny", 32), tmp_path/"elsewhere")
     with pytest.raises(ValueError, match="no stored policy"): load_policy(tmp_path/"elsewhere")
@@ -123,9 +127,11 @@ def test_arguments_that_cannot_be():
     for kw,match in [(dict(image_size=50), "32, 48"), (dict(head="flwo"), "'flow'"), (dict(n_block=3), "n_blocks")]:
         with pytest.raises(ValueError, match=match): make_policy("tiny", **kw)
     with pytest.raises(ValueError, match="did you mean 'tiny'"): make_policy("tinny")
-    with pytest.raises(ValueError, match="together"): make_policy("tiny", 32)(make_batch(), time=torch.zeros(5, 4))
-    with pytest.raises(ValueError, match="do not fit"): make_policy("tiny", 32)(make_batch(), noise=torch.zeros(4, 4, 8, 4), time=torch.zeros(4, 4))
-    with pytest.raises(ValueError, match="neither"): make_policy("tiny", 32, head="l1")(make_batch(), noise=torch.zeros(5, 4, 8, 4))
+    flow,l1,batch = make_policy("tiny", 32),make_policy("tiny", 32, head="l1"),make_batch()
+    noise,time = torch.zeros(4, 4, 8, 4),torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="together"): flow(batch, time=time)
+    with pytest.raises(ValueError, match="do not fit"): flow(batch, noise=noise, time=time)
+    with pytest.raises(ValueError, match="neither"): l1(batch, noise=noise)
 
 @pytest.mark.parametrize("size", [32, 48, 64, 96])
 def test_image_sizes_and_two_cameras(size):
@@ -133,6 +139,9 @@ def test_image_sizes_and_two_cameras(size):
     b = make_batch(2, size, 7, 7, 10, cameras)
     assert p(b)[0].isfinite() and p.predict_chunk(b).shape == (2, 10, 7)
     assert len(p.eyes) == 2 and p.features(b).shape[1] == p.tokens(b)[0].shape[1]
+
+def test_an_eye_gives_a_token_per_patch_and_one_for_where():
+    assert Eye(48, 16)(torch.zeros(2, 3, 48, 48, dtype=torch.uint8)).shape == (2, 3*3+1, 16)
 
 def test_context_is_the_first_of_the_features(policy):
     b = make_batch(); assert torch.allclose(policy.features(b)[:,0], policy.context(b), atol=1e-5)
@@ -163,13 +172,15 @@ def test_euler_converges_to_a_gaussian_with_a_curved_field():
         def velocity(self, h, x, t):
             t = t[...,None,None]; var = t**2 + (1-t)**2*s**2
             return (t - (1-t)*s**2)/var*(x - (1-t)*m) - m
-    x = Field(1, 1, 1, n_euler=200).sample(torch.zeros(20000, 1), torch.randn(20000, 1, 1, generator=torch_rng(0, "gauss")))
+    noise = torch.randn(20000, 1, 1, generator=torch_rng(0, "gauss"))
+    x = Field(1, 1, 1, n_euler=200).sample(torch.zeros(20000, 1), noise)
     assert abs(x.mean()-m) < .02 and abs(x.std()-s) < .02
 
 def test_l1_head():
     head,h,a = L1Head(8, 3, 2),torch.randn(4, 8),torch.zeros(4, 3, 2); pad = torch.zeros(4, 3, dtype=torch.bool)
     loss,out = head.loss(h, a, pad)
-    assert torch.allclose(loss, out["pred"].abs().flatten(1).mean(1)) and head.draw(4) == (None, None) and head.chunk_noise() is None
+    assert torch.allclose(loss, out["pred"].abs().flatten(1).mean(1))
+    assert head.draw(4) == (None, None) and head.chunk_noise() is None
 
 def test_hashed_words_are_the_same_everywhere():
     assert word_ids("Push and close a window", 512) == word_ids("push, and close... a WINDOW", 512)
@@ -181,7 +192,8 @@ def test_groups_hold_every_trained_parameter_once():
     p = make_policy("tiny", 32); p.words.weight.requires_grad_(False)
     groups = param_groups(p, 1e-3, 1e-2, lr_of={"head": 1e-4, "head.net": 1e-5})
     ids = [id(q) for g in groups for q in g["params"]]
-    assert len(ids) == len(set(ids)) and sum(q.numel() for g in groups for q in g["params"]) == n_params(p) < n_params(p, trained=False)
+    assert len(ids) == len(set(ids))
+    assert sum(q.numel() for g in groups for q in g["params"]) == n_params(p) < n_params(p, trained=False)
     assert {g["lr"] for g in groups} == {1e-3, 1e-4, 1e-5} and {g["weight_decay"] for g in groups} == {0., 1e-2}
     assert all(q.ndim > 1 for g in groups if g["weight_decay"] for q in g["params"])
     with pytest.raises(ValueError, match="did you mean"): param_groups(p, 1e-3, lr_of={"eyess.0.conv.0.weight": 1.})
@@ -191,11 +203,13 @@ def test_ema_follows_evaluates_and_hands_over():
     p = make_policy("tiny", 32); start = [q.detach().clone() for q in p.parameters()]; ema = EMA(p)
     opt = torch.optim.SGD(p.parameters(), .1)
     for i in range(3):
-        loss,_ = p(make_batch(seed=i), generator=torch_rng(i, "ema")); opt.zero_grad(); loss.backward(); opt.step(); ema.update(p)
+        loss,_ = p(make_batch(seed=i), generator=torch_rng(i, "ema"))
+        opt.zero_grad(); loss.backward(); opt.step(); ema.update(p)
     raw = [q.detach().clone() for q in p.parameters()]
     with ema.swap(p): inside = [q.detach().clone() for q in p.parameters()]
     same = lambda a,b: all(torch.equal(x, y) for x,y in zip(a, b))
-    assert same(p.parameters(), raw) and same(inside, ema.shadow.values()) and not same(inside, raw) and not same(inside, start)
+    assert same(p.parameters(), raw) and same(inside, ema.shadow.values())
+    assert not same(inside, raw) and not same(inside, start)
     ema.copy_to(p); assert same(p.parameters(), inside)
     ema.restart(p); assert ema.s == 0 and same(ema.shadow.values(), p.parameters())
     p.query.requires_grad_(False)

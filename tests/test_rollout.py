@@ -8,7 +8,7 @@ from clvla.core import ACTION, STATE
 from clvla.data.stats import Processor
 from clvla.envs.base import make_env
 from clvla.eval.metrics import record_key
-from clvla.eval.rollout import eval_slots, evaluate, film, film_firsts, make_eval_pool, plan
+from clvla.eval.rollout import Row, eval_slots, evaluate, film, film_firsts, make_eval_pool, plan
 from clvla.policies.all import make_policy
 
 INFO = dict(stage=0, after="left", step=None)
@@ -78,6 +78,7 @@ def test_noise_belongs_to_task_and_trial(reference):
 def test_plan_is_static():
     rows = [NS(id=i, prompt="") for i in "aabb"]; free = lambda t,n: False
     assert [r.queue for r in plan(rows, range(5), "ab", free)] == [[0,2,4], [1,3], [0,2,4], [1,3]]
+    assert isinstance(plan(rows, range(5), "ab", free)[0], Row)
     assert [r.queue for r in plan(rows, range(5), "b", free)] == [[], [], [0,2,4], [1,3]]
     assert [r.queue for r in plan(rows, range(5), "ab", lambda t,n: n < 3)] == [[4], [3], [4], [3]]
     with pytest.raises(ValueError, match="no row tries task"): plan(rows, range(5), "c", free)

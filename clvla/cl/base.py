@@ -29,7 +29,7 @@ class CLAlgorithm:
     def state_dict(self): return {}
     def load_state_dict(self, state): pass
 
-# %% ../../nbs/cl/30_base.ipynb #f734d6d4
+# %% ../../nbs/cl/30_base.ipynb #5ed0d106
 def scope_ids(
     scope:str, # "current", "seen" or "all"
     ids,       # task id of each stage of the stream, in order
@@ -37,7 +37,8 @@ def scope_ids(
 )->list:       # task ids to load from, each once
     "The tasks whose samples are the current samples at stage `t`."
     if scope not in ("current", "seen", "all"):
-        raise ValueError(f"scope must be 'current', 'seen' or 'all', found {scope!r}; it is a class attribute of the algorithm")
+        raise ValueError(f"scope must be 'current', 'seen' or 'all', found {scope!r}; it is a class attribute "
+            f"of the algorithm")
     return list(dict.fromkeys(dict(current=ids[t:t+1], seen=ids[:t+1], all=ids)[scope]))
 
 # %% ../../nbs/cl/30_base.ipynb #9b7a0525
@@ -101,12 +102,13 @@ def unflatten(
     parts = vec.split([p.numel() for p in like.values()])
     return {n: v.view_as(p) for (n,p),v in zip(like.items(), parts)}
 
-# %% ../../nbs/cl/30_base.ipynb #9a139e0d
+# %% ../../nbs/cl/30_base.ipynb #f81c30da
 @patch
 def params(self:CLContext)->dict:
     "Trained parameters by name; ValueError when there are none."
     ps = {n: p for n,p in self.raw_model.named_parameters() if p.requires_grad}
-    if not ps: raise ValueError("the policy has no trained parameter (requires_grad is False for all); unfreeze some of them")
+    if not ps: raise ValueError("the policy has no trained parameter (requires_grad is False for all); unfreeze "
+        "some of them")
     return ps
 
 @patch
@@ -181,12 +183,13 @@ def cl_step(
     ctx.step += 1
     return ctx.loss.detach()
 
-# %% ../../nbs/cl/30_base.ipynb #5a573ab5
+# %% ../../nbs/cl/30_base.ipynb #72b656d9
 class Compose(CLAlgorithm):
     "Several algorithms as one."
     def __init__(self, *algos:CLAlgorithm):
         scopes = {a.scope for a in algos}-{"current"}
-        if len(scopes) > 1: raise ValueError(f"algorithms with scopes {sorted(scopes)} cannot share one loader; keep one of them")
+        if len(scopes) > 1: raise ValueError(f"algorithms with scopes {sorted(scopes)} cannot share one loader; "
+            f"keep one of them")
         self.algos,self.scope = algos,scopes.pop() if scopes else "current"
 
     def _each(self, hook, ctx, *args): return [call_hook(a, hook, ctx, *args) for a in self.algos]
@@ -204,7 +207,8 @@ class Compose(CLAlgorithm):
 
     def n_task_samples(self, B):
         n = B - sum(B - a.n_task_samples(B) for a in self.algos)
-        if n < 1: raise ValueError(f"the algorithms ask for {B-n} replayed samples in a batch of {B}; lower their replay_ratio")
+        if n < 1: raise ValueError(f"the algorithms ask for {B-n} replayed samples in a batch of {B}; lower "
+            f"their replay_ratio")
         return n
     def metrics(self): return {f"{type(a).__name__.lower()}/{k}": v for a in self.algos for k,v in a.metrics().items()}
     def state_dict(self): return {str(i): a.state_dict() for i,a in enumerate(self.algos)}

@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from ..batch import cat, rng_state, set_rng_state, take
 from ..core import np_rng
 
-# %% ../../nbs/cl/31_buffer.ipynb #f734698b
+# %% ../../nbs/cl/31_buffer.ipynb #729c5737
 def quotas(
     n_tasks:int,    # tasks that share the memory
     total:int|None, # samples in all; None: no such bound
@@ -21,7 +21,8 @@ def quotas(
     if total is None: return [per_task]*n_tasks
     share = [total//n_tasks + (k < total%n_tasks) for k in range(n_tasks)]
     if share and min(share) < 1:
-        raise ValueError(f"a memory of {total} samples is too small for {n_tasks} tasks; give total_size at least one sample a task")
+        raise ValueError(f"a memory of {total} samples is too small for {n_tasks} tasks; give total_size at "
+            f"least one sample a task")
     return [n if per_task is None else min(n, per_task) for n in share]
 
 # %% ../../nbs/cl/31_buffer.ipynb #31c95249
@@ -84,14 +85,15 @@ def add_task(self:TaskBuffer,
     self.frames = {k: v[:quota[k]] for k,v in self.frames.items()}
     self.values = {k: take(v, range(len(self.frames[k]))) for k,v in self.values.items()}
 
-# %% ../../nbs/cl/31_buffer.ipynb #623f63ec
+# %% ../../nbs/cl/31_buffer.ipynb #2f4f3d42
 def draw_positions(
     N:int, # stored samples
     n:int, # wanted
     rng:np.random.Generator
 )->np.ndarray: # (n,) positions in 0..N-1
     "`n` of `N`, without replacement while possible."
-    return np.concatenate([rng.permutation(N) for _ in range(n//N)] + [rng.choice(N, n%N, replace=False)]).astype(np.int64)
+    return np.concatenate([rng.permutation(N) for _ in range(n//N)] + [rng.choice(N, n%N,
+        replace=False)]).astype(np.int64)
 
 # %% ../../nbs/cl/31_buffer.ipynb #ada1a5f2
 @patch
@@ -143,7 +145,7 @@ def sample(self:TaskBuffer,
     order = self.rng.permutation(len(drawn)) if world > 1 else range(len(drawn))
     return self.fetch([drawn[i] for i in order][rank::world], data)
 
-# %% ../../nbs/cl/31_buffer.ipynb #30c3b8e7
+# %% ../../nbs/cl/31_buffer.ipynb #a9d50922
 @patch
 def state_dict(self:TaskBuffer)->dict:
     "Everything that the next draw depends on."
@@ -153,7 +155,8 @@ def state_dict(self:TaskBuffer)->dict:
 def load_state_dict(self:TaskBuffer, state:dict):
     "Continue where `state_dict` was taken."
     if bool(state["values"]) != (self.store == "values" and bool(state["frames"])):
-        raise ValueError(f"this memory has store={self.store!r}, the saved one was of the other kind; use the run's own setting")
+        raise ValueError(f"this memory has store={self.store!r}, the saved one was of the other kind; use the "
+            f"run's own setting")
     self.frames = {k: np.asarray(v, dtype=np.int64) for k,v in state["frames"].items()}
     self.values,self.turn = dict(state["values"]),int(state["turn"])
     set_rng_state(self.rng, state["rng"])

@@ -19,7 +19,7 @@ def n_replay(
     "Equation 1's count."
     return min(round(B*ratio), B-1)
 
-# %% ../../nbs/cl/36_er.ipynb #d6b15892
+# %% ../../nbs/cl/36_er.ipynb #f029cb7f
 class ER(CLAlgorithm):
     "Experience replay."
     def __init__(self,
@@ -52,6 +52,7 @@ class ER(CLAlgorithm):
         for t in old[TASK_ID]: self.replayed[t] = self.replayed.get(t, 0) + 1
         return to_device(old, ctx.device)
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
-    def metrics(self): return {"buffer": float(len(self.buf)), **{f"replayed/{t}": float(n) for t,n in self.replayed.items()}}
+    def metrics(self): return {"buffer": float(len(self.buf)),
+        **{f"replayed/{t}": float(n) for t,n in self.replayed.items()}}
     def state_dict(self): return dict(buf=self.buf.state_dict(), replayed=dict(self.replayed))
     def load_state_dict(self, state): self.buf.load_state_dict(state["buf"]); self.replayed = dict(state["replayed"])

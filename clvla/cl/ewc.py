@@ -56,7 +56,7 @@ def merge(
     share = F1/(F1+F2).clamp(min=torch.finfo(F1.dtype).tiny)
     return F1+F2, a2 + share*(a1-a2), (share*F2*(a1-a2)**2).sum()
 
-# %% ../../nbs/cl/38_ewc.ipynb #83be2921
+# %% ../../nbs/cl/38_ewc.ipynb #e6f6da39
 class EWC(CLAlgorithm):
     "Elastic weight consolidation."
     def __init__(self,
@@ -72,7 +72,8 @@ class EWC(CLAlgorithm):
         check_choice("mode", mode, ("separate", "online")); check_choice("form", form, ("sample", "batch"))
         for name,v in dict(n_batches=n_batches, B=B).items(): check_count(name, v)
         if lam < 0 or not 0 <= gamma <= 1 or f_max <= 0:
-            raise ValueError(f"EWC needs lam >= 0, gamma in [0,1] and f_max > 0, found lam={lam}, gamma={gamma}, f_max={f_max}")
+            raise ValueError(f"EWC needs lam >= 0, gamma in [0,1] and f_max > 0, found lam={lam}, "
+                f"gamma={gamma}, f_max={f_max}")
         self.lam,self.mode,self.gamma,self.form,self.normalise,self.f_max = lam,mode,gamma,form,normalise,f_max
         self.n_batches,self.B,self.generator = n_batches,B,torch_rng(seed, "ewc noise")
         self.names,self.F,self.anchor,self.rest,self.n_tasks,self.last = [],None,None,0.,0,torch.zeros(())
@@ -96,14 +97,16 @@ class EWC(CLAlgorithm):
         return dict(names=list(self.names), F=self.F, anchor=self.anchor, rest=self.rest, n_tasks=self.n_tasks,
                     generator=rng_state(self.generator))
     def load_state_dict(self, state):
-        self.names,self.F,self.anchor,self.rest,self.n_tasks = (state[k] for k in ("names", "F", "anchor", "rest", "n_tasks"))
+        self.names,self.F,self.anchor,self.rest,self.n_tasks = (state[k] for k in ("names", "F", "anchor", "rest",
+            "n_tasks"))
         set_rng_state(self.generator, state["generator"])
 
-# %% ../../nbs/cl/38_ewc.ipynb #95506aeb
+# %% ../../nbs/cl/38_ewc.ipynb #552cedc1
 @patch
 def scaled(self:EWC, F:Tensor)->Tensor:
     "The stiffness of a new spring: unit mean if asked for, and none above `f_max` times the mean."
-    if not F.mean() > 0: raise RuntimeError("the Fisher information is zero for every weight; does the loss depend on the trained parameters?")
+    if not F.mean() > 0: raise RuntimeError("the Fisher information is zero for every weight; does the loss "
+        "depend on the trained parameters?")
     return (F/F.mean() if self.normalise else F).clamp(max=self.f_max*(1. if self.normalise else float(F.mean())))
 
 @patch
@@ -113,15 +116,17 @@ def add(self:EWC,
     names:list     # names of the trained parameters
 ):
     "Put a spring on every weight (eqs. b and c)."
-    if self.F is None or self.mode == "online": F,theta,rest = F if self.F is None else self.gamma*self.F.to(F)+F, theta, 0.
-    else: F,theta,rest = merge(self.F.to(F), self.anchor.to(F), F, theta)
+    rest = 0.
+    if self.F is not None and self.mode == "online": F = self.gamma*self.F.to(F) + F
+    elif self.F is not None: F,theta,rest = merge(self.F.to(F), self.anchor.to(F), F, theta)
     self.F,self.anchor,self.rest,self.names,self.n_tasks = F,theta,self.rest+float(rest),names,self.n_tasks+1
 
-# %% ../../nbs/cl/38_ewc.ipynb #27a26b5e
+# %% ../../nbs/cl/38_ewc.ipynb #a4ea567d
 @patch
 def check_names(self:EWC, ctx):
     "ValueError unless the springs belong to the parameters that are trained now."
     if self.names != (now := list(ctx.params())):
         odd = sorted(set(now)^set(self.names))[:3]
-        raise ValueError(f"EWC holds springs for {len(self.names)} parameters, the policy now trains {len(now)}; they differ in {odd}; "
+        raise ValueError(f"EWC holds springs for {len(self.names)} parameters, the policy now trains "
+            f"{len(now)}; they differ in {odd}; "
                          "train the same parameters in every task")

@@ -18,7 +18,7 @@ from .base import CLContext, flatten, unflatten
 from .buffer import check_choice, check_count, draw_positions
 from .er import ER
 
-# %% ../../nbs/cl/37_mir.ipynb #e10c3889
+# %% ../../nbs/cl/37_mir.ipynb #0df99e3b
 @contextmanager
 def quiet(
     model:nn.Module
@@ -27,7 +27,7 @@ def quiet(
     modes,bufs = [(m, m.training) for m in model.modules()],[(b, b.clone()) for b in model.buffers()]
     cuda = sorted({p.get_device() for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices=cuda):
-        try: yield model.eval()
+        try: yield model.train(False)
         finally:
             for m,training in modes: m.training = training
             with torch.no_grad():
@@ -46,7 +46,7 @@ def adamw_step(
     m,v = b1*m + (1-b1)*g, b2*v + (1-b2)*g*g
     return p*(1-lr*group["weight_decay"]) - lr*(m/(1-b1**t))/((v/(1-b2**t)).sqrt() + group["eps"])
 
-# %% ../../nbs/cl/37_mir.ipynb #ba94b863
+# %% ../../nbs/cl/37_mir.ipynb #e6b9c2d4
 def virtual_step(
     ctx:CLContext,
     g:Tensor    # (P,) gradient of the current samples, all trained parameters
@@ -54,8 +54,10 @@ def virtual_step(
     "The weights after a pretended update; nothing is changed."
     opt,ps = ctx.raw_optimizer,ctx.params()
     adam = isinstance(opt, torch.optim.AdamW)
-    if not adam and not isinstance(opt, torch.optim.SGD) or any(gr.get("amsgrad") or gr.get("maximize") for gr in opt.param_groups):
-        raise ValueError(f"MIR knows the steps of AdamW (without amsgrad or maximize) and SGD, found {type(opt).__name__}; use one of the two")
+    odd = any(gr.get("amsgrad") or gr.get("maximize") for gr in opt.param_groups)
+    if odd or not adam and not isinstance(opt, torch.optim.SGD):
+        raise ValueError(f"MIR knows the steps of AdamW (without amsgrad or maximize) and SGD, found "
+            f"{type(opt).__name__}; use one of the two")
     if ctx.max_norm: g = g*(ctx.max_norm/(g.norm()+1e-6)).clamp(max=1)
     groups = {id(p): gr for gr in opt.param_groups for p in gr["params"]}
     def one(p, g):
@@ -120,12 +122,13 @@ def rank_correlation(a:Tensor, b:Tensor)->float:
     ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
     return float(torch.corrcoef(ranks)[0, 1])
 
-# %% ../../nbs/cl/37_mir.ipynb #31ed6b90
+# %% ../../nbs/cl/37_mir.ipynb #decae006
 class MIR(ER):
     "Maximally interfered retrieval on top of experience replay."
     def __init__(self,
-        buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs", total_size:int|None=None, # as in ER
-        refresh:int=50,      # score candidates every so many steps
+        buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs",
+            total_size:int|None=None, # as in ER
+        refresh:int=1,       # score candidates every so many steps; 1 = the paper, 50 costs next to nothing
         candidates:int=16,   # C, samples that are scored
         top_k:int=8,         # k, how many of them are kept
         n_draws:int=4,       # times the policy's own noise draws
@@ -133,9 +136,11 @@ class MIR(ER):
         seed:int=0
     ):
         super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed)
-        for name,x in dict(refresh=refresh, candidates=candidates, top_k=top_k, n_draws=n_draws).items(): check_count(name, x)
+        for name,x in dict(refresh=refresh, candidates=candidates, top_k=top_k,
+            n_draws=n_draws).items(): check_count(name, x)
         check_choice("between", between, ("draw", "cache"))
-        if top_k > candidates: raise ValueError(f"top_k={top_k} is more than candidates={candidates}; keep at most as many as are scored")
+        if top_k > candidates: raise ValueError(f"top_k={top_k} is more than candidates={candidates}; keep at "
+            f"most as many as are scored")
         self.refresh,self.candidates,self.top_k,self.n_draws,self.between = refresh,candidates,top_k,n_draws,between
         self.generator,self.cache,self.step,self.n_refresh,self.scores = torch_rng(seed, "mir noise"),[],0,0,[0., 0.]
 
@@ -147,27 +152,38 @@ class MIR(ER):
     def choose(self, n, ctx):
         now = (self.step+1)%self.refresh == 0
         if now: self.score(ctx)
-        many = n*ctx.world
-        if self.between == "cache" and self.cache: top = [self.cache[i] for i in draw_positions(len(self.cache), many, self.buf.rng)]
-        else: top = self.cache[:many] if now else []
-        drawn = top + (self.buf.draw(many-len(top)) if len(top) < many else [])
-        return self.buf.fetch(drawn[ctx.rank::ctx.world], ctx.data)
+        return self.buf.fetch(self.pick(n*ctx.world, now)[ctx.rank::ctx.world], ctx.data)
 
     def metrics(self):
-        return {**super().metrics(), "refreshes": float(self.n_refresh), "score_max": self.scores[0], "score_mean": self.scores[1]}
+        return {**super().metrics(), "refreshes": float(self.n_refresh), "score_max": self.scores[0],
+            "score_mean": self.scores[1]}
     def state_dict(self):
-        own = dict(cache=[list(c) for c in self.cache], step=self.step, n_refresh=self.n_refresh, scores=list(self.scores))
+        own = dict(cache=[list(c) for c in self.cache], step=self.step, n_refresh=self.n_refresh,
+            scores=list(self.scores))
         return {**super().state_dict(), **own, "generator": rng_state(self.generator)}
     def load_state_dict(self, state):
         super().load_state_dict(state); set_rng_state(self.generator, state["generator"])
-        self.cache,self.step,self.n_refresh = [tuple(c) for c in state["cache"]],int(state["step"]),int(state["n_refresh"])
-        self.scores = list(state["scores"])
+        self.cache,self.scores = [tuple(c) for c in state["cache"]],list(state["scores"])
+        self.step,self.n_refresh = int(state["step"]),int(state["n_refresh"])
 
-# %% ../../nbs/cl/37_mir.ipynb #217eb911
+# %% ../../nbs/cl/37_mir.ipynb #761359a4
 @patch
 def score(self:MIR, ctx):
     "Draw candidates, score them, keep the `top_k` that would suffer most."
     drawn = self.buf.draw(min(self.candidates, len(self.buf)))
-    s = interference(ctx, ctx.task_batch, to_device(self.buf.fetch(drawn, ctx.data), ctx.device), self.generator, self.n_draws)
+    s = interference(ctx, ctx.task_batch, to_device(self.buf.fetch(drawn, ctx.data), ctx.device), self.generator,
+        self.n_draws)
     best = s.topk(min(self.top_k, len(drawn))).indices.tolist()
     self.cache,self.n_refresh,self.scores = [drawn[i] for i in best],self.n_refresh+1,[float(s.max()), float(s.mean())]
+
+# %% ../../nbs/cl/37_mir.ipynb #a82fc6cb
+@patch
+def pick(self:MIR,
+    n:int,   # samples, of all processes together
+    now:bool # candidates were scored for this very step
+)->list:     # (task_id, position in memory)
+    "The remembered samples of this step."
+    if self.between == "cache" and self.cache:
+        return [self.cache[i] for i in draw_positions(len(self.cache), n, self.buf.rng)]
+    top = self.cache[:n] if now else []
+    return top + (self.buf.draw(n-len(top)) if len(top) < n else [])

@@ -51,7 +51,7 @@ def quick_stream(
                 TASK_ID: [ids[k]]*n, INDEX: torch.arange(n)}
     return QuickStream(ids, *[QuickData({i: frames(k, n) for k,i in enumerate(ids)}) for n in (n_frames, 200)])
 
-# %% ../../nbs/cl/32_quick.ipynb #81614f35
+# %% ../../nbs/cl/32_quick.ipynb #cda60a4e
 class QuickLoader:
     "Batches of one or several tasks, every frame once per epoch."
     def __init__(self, data, task_ids, seed:int=0, purpose:str="train"):
@@ -62,7 +62,8 @@ class QuickLoader:
     def all_refs(self): return list(self.refs)
     def order(self, epoch): return np_rng(self.seed, self.purpose, *self.task_ids, epoch).permutation(len(self))
     def next(self, n:int)->dict:
-        idx = np.concatenate([self.order(e) for e in range(self.epoch, self.epoch + 2 + n//len(self))])[self.pos:self.pos+n]
+        idx = np.concatenate([self.order(e) for e in range(self.epoch,
+            self.epoch + 2 + n//len(self))])[self.pos:self.pos+n]
         self.epoch,self.pos = self.epoch + (self.pos+n)//len(self),(self.pos+n)%len(self)
         return self.data.fetch_refs([self.refs[i] for i in idx])
     def sample_batches(self, n_batches:int, B:int, purpose:str):
@@ -162,7 +163,7 @@ def quick_run(
         R.append(quick_losses(ctx))
     return np.array(R)
 
-# %% ../../nbs/cl/32_quick.ipynb #33b31a7f
+# %% ../../nbs/cl/32_quick.ipynb #4063e030
 def quick_compare(
     makers:dict,  # name -> function of a seed that makes the algorithm
     seeds=range(5),
@@ -170,7 +171,8 @@ def quick_compare(
 )->dict:          # name -> (seeds,K,K) losses
     "Run every algorithm on the streams of several seeds."
     torch.set_num_threads(1)
-    return {name: np.array([quick_run(mk(s), quick_stream(s), seed=s, **kw) for s in seeds]) for name,mk in makers.items()}
+    return {name: np.array([quick_run(mk(s), quick_stream(s), seed=s,
+        **kw) for s in seeds]) for name,mk in makers.items()}
 
 def first_task(
     Rs:dict # name -> (seeds,K,K) losses
@@ -178,7 +180,7 @@ def first_task(
     "The column that shows forgetting."
     return {k: R[:, :, 0] for k,R in Rs.items()}
 
-# %% ../../nbs/cl/32_quick.ipynb #bbd36896
+# %% ../../nbs/cl/32_quick.ipynb #dd57f846
 def plot_forgetting(
     Rs:dict # what `quick_compare` returned
 ):          # a plotly figure
@@ -187,7 +189,8 @@ def plot_forgetting(
     fig,colors = go.Figure(),["#636EFA", "#EF553B", "#00CC96", "#AB63FA", "#FFA15A", "#19D3F3"]
     for c,(name,L) in zip(colors, first_task(Rs).items()):
         x = [f"after task {k+1}" for k in range(L.shape[1])]
-        fig.add_scatter(x=x+x[::-1], y=[*L.max(0), *L.min(0)[::-1]], fill="toself", fillcolor=c, opacity=.15, line_width=0,
+        fig.add_scatter(x=x+x[::-1], y=[*L.max(0), *L.min(0)[::-1]], fill="toself", fillcolor=c, opacity=.15,
+            line_width=0,
                         showlegend=False, hoverinfo="skip")
         fig.add_scatter(x=x, y=np.median(L, 0), name=name, mode="lines+markers", line_color=c)
     return fig.update_layout(template="none", width=640, height=320, margin=dict(t=20, b=40), yaxis_type="log",

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from numpy.lib.format import open_memmap
 from ..core import ACTION, IMAGE, IMAGES, INDEX, PAD, PROMPT, STATE, closest, read_json, sha256, write_json
 
-# %% ../../nbs/data/12_frames.ipynb #1c202ddd
+# %% ../../nbs/data/12_frames.ipynb #7d36341b
 def check_episode(
     ep:dict,    # one episode: images uint8 (T,h,w,3), state (T,S), action (T,A), instruction
     at:str=""   # where it came from, for the message
@@ -25,14 +25,17 @@ def check_episode(
     n = len(ep[ACTION])
     for k,v in ep.items():
         if k == PROMPT: continue
-        if len(v) != n or n == 0: raise ValueError(f"{at or 'episode'}: {k!r} has {len(v)} frames, {ACTION!r} has {n}; needed are equally many, 1 or more")
+        if len(v) != n or n == 0:
+            raise ValueError(
+                f"{at or 'episode'}: {k!r} has {len(v)} frames, {ACTION!r} has {n}; needed are equally "
+                f"many, 1 or more")
         if k.startswith(IMAGES) and (v.dtype != np.uint8 or v.ndim != 4 or v.shape[-1] != 3):
             raise ValueError(f"{at or 'episode'}: {k!r} must be uint8 (T,h,w,3), found {v.dtype} {v.shape}")
         if k in (STATE, ACTION) and (np.ndim(v) != 2 or not np.isfinite(v).all()):
             raise ValueError(f"{at or 'episode'}: {k!r} must be finite and of shape (T,n), found shape {np.shape(v)}")
     return n
 
-# %% ../../nbs/data/12_frames.ipynb #1e7f3506
+# %% ../../nbs/data/12_frames.ipynb #a8b452bd
 VERSION = 1   # of the folder's layout
 
 def write_store(
@@ -43,7 +46,8 @@ def write_store(
 )->"FrameStore":
     "Write episodes as a frame store; a half-written one at `path` is replaced, a whole one is not."
     path = Path(path)
-    if (path/"meta.json").exists(): raise ValueError(f"{path} already holds a frame store; open it, or remove the folder first")
+    if (path/"meta.json").exists():
+        raise ValueError(f"{path} already holds a frame store; open it, or remove the folder first")
     if path.exists(): shutil.rmtree(path)
     if not n_frames: episodes = list(episodes); n_frames = sum(check_episode(e) for e in episodes)
     path.mkdir(parents=True)
@@ -54,10 +58,11 @@ def write_store(
         for k,v in {**ep, "episode": np.full(T, i, np.int32)}.items():
             if k != PROMPT: _put(arrays, path, k, np.asarray(v), at, n_frames)
         prompts.append(ep[PROMPT]); at += T
-    if at != n_frames or not at: raise ValueError(f"{path}: {n_frames} frames announced, {at} came; a frame store needs at least one")
+    if at != n_frames or not at:
+        raise ValueError(f"{path}: {n_frames} frames announced, {at} came; a frame store needs at least one")
     return _seal(path, arrays, prompts, source or {})
 
-# %% ../../nbs/data/12_frames.ipynb #8b10c48d
+# %% ../../nbs/data/12_frames.ipynb #ffe12a47
 def _file(key:str)->str:
     "File name of a key's array."
     return f"images.{key.removeprefix(IMAGES)}.npy" if key.startswith(IMAGES) else f"{key.split('.')[-1]}.npy"
@@ -68,7 +73,9 @@ def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
     dtype = v.dtype if v.dtype in (np.uint8, np.int32) else np.float32
     if key not in arrays: arrays[key] = open_memmap(path/_file(key), "w+", dtype, (n, *v.shape[1:]))
     if arrays[key].shape[1:] != v.shape[1:]:
-        raise ValueError(f"{path}: {key!r} has shape {v.shape[1:]} in one episode and {arrays[key].shape[1:]} in another")
+        raise ValueError(
+            f"{path}: {key!r} has shape {v.shape[1:]} in one episode and {arrays[key].shape[1:]} in "
+            f"another")
     arrays[key][at:at+len(v)] = v
 
 def _seal(path:Path, arrays:dict, prompts:list, source:dict)->"FrameStore":
@@ -78,11 +85,12 @@ def _seal(path:Path, arrays:dict, prompts:list, source:dict)->"FrameStore":
         v.flush(); f = path/_file(k)
         files[k] = dict(file=f.name, shape=list(v.shape), dtype=str(v.dtype), bytes=f.stat().st_size, sha256=sha256(f))
     said = list(dict.fromkeys(prompts))
-    write_json(path/"meta.json", dict(version=VERSION, n_frames=len(arrays[ACTION]), n_episodes=len(prompts), prompts=said,
+    write_json(path/"meta.json",
+               dict(version=VERSION, n_frames=len(arrays[ACTION]), n_episodes=len(prompts), prompts=said,
                                       episode_prompt=[said.index(o) for o in prompts], files=files, source=source))
     return FrameStore.open(path, verify=False)
 
-# %% ../../nbs/data/12_frames.ipynb #8b0b7dd4
+# %% ../../nbs/data/12_frames.ipynb #2edc5edd
 CHECK = 64*2**20   # bytes; files up to here are compared by SHA-256 when a store is opened
 
 def check_files(
@@ -92,14 +100,17 @@ def check_files(
 ):
     "Raise ValueError when a file of the store is not what meta.json says."
     redo = "remove the folder and make it again"
-    if meta.get("version") != VERSION: raise ValueError(f"{path} has layout version {meta.get('version')}, needed is {VERSION}; {redo}")
+    if meta.get("version") != VERSION:
+        raise ValueError(f"{path} has layout version {meta.get('version')}, needed is {VERSION}; {redo}")
     for o in meta["files"].values():
         f = path/o["file"]
         if not f.exists(): raise ValueError(f"{path}: {o['file']} is missing; {redo}")
-        if f.stat().st_size != o["bytes"]: raise ValueError(f"{f} has {f.stat().st_size} bytes, {o['bytes']} were written; {redo}")
-        if deep and o["bytes"] <= CHECK and sha256(f) != o["sha256"]: raise ValueError(f"{f} was changed after it was written; {redo}")
+        if f.stat().st_size != o["bytes"]:
+            raise ValueError(f"{f} has {f.stat().st_size} bytes, {o['bytes']} were written; {redo}")
+        if deep and o["bytes"] <= CHECK and sha256(f) != o["sha256"]:
+            raise ValueError(f"{f} was changed after it was written; {redo}")
 
-# %% ../../nbs/data/12_frames.ipynb #23960b4e
+# %% ../../nbs/data/12_frames.ipynb #7acf9510
 class FrameStore:
     "The frames of one task: memory-mapped images, states and actions in memory."
     def __init__(self,
@@ -120,7 +131,8 @@ class FrameStore:
         "Open a store; ValueError names what is missing or was changed."
         path = Path(path)
         if not path.exists(): raise ValueError(f"there is no frame store at {path}")
-        if not (path/"meta.json").exists(): raise ValueError(f"{path} is half-written: it has no meta.json; remove the folder and make it again")
+        if not (path/"meta.json").exists():
+            raise ValueError(f"{path} is half-written: it has no meta.json; remove the folder and make it again")
         meta = read_json(path/"meta.json")
         check_files(path, meta, deep=verify)
         return cls(path, meta)
@@ -145,7 +157,7 @@ def chunk_index(
     ahead,last = idx[:,None]+np.arange(H),end[idx][:,None]
     return np.minimum(ahead, last),ahead > last
 
-# %% ../../nbs/data/12_frames.ipynb #1e880e5a
+# %% ../../nbs/data/12_frames.ipynb #c5b6fd5b
 @patch
 def gather(self:FrameStore,
     idx,   # (B,) frame numbers
@@ -156,11 +168,13 @@ def gather(self:FrameStore,
     if len(idx) and not 0 <= idx.min() <= idx.max() < len(self):
         raise ValueError(f"{self.path} has frames 0..{len(self)-1}, asked for {idx.min()}..{idx.max()}")
     at,pad = chunk_index(idx, self.end, H)
-    return {**{k: torch.from_numpy(v[idx]).permute(0, 3, 1, 2) for k,v in self.images.items()},
-            STATE: torch.from_numpy(self.state[idx]), ACTION: torch.from_numpy(self.action[at]), PAD: torch.from_numpy(pad),
-            PROMPT: [self.prompts[j] for j in self.prompt_of[idx]], INDEX: torch.from_numpy(idx)}
+    rows = {k: v[idx] for k,v in self.images.items()}
+    arrays = {STATE: self.state[idx], ACTION: self.action[at], PAD: pad, INDEX: idx}
+    return {**{k: torch.from_numpy(v).permute(0, 3, 1, 2) for k,v in rows.items()},
+            **{k: torch.from_numpy(v) for k,v in arrays.items()},
+            PROMPT: [self.prompts[j] for j in self.prompt_of[idx]]}
 
-# %% ../../nbs/data/12_frames.ipynb #e9af3f3c
+# %% ../../nbs/data/12_frames.ipynb #740b953f
 def reuse_store(
     path,       # where the store should be
     source:dict # fingerprint of what it should be made from
@@ -172,6 +186,10 @@ def reuse_store(
         print(f"{path} is half-written (an earlier run was interrupted there); it is made anew")
         return shutil.rmtree(path)
     store = FrameStore.open(path)
-    diff = [f"{k}: {store.source.get(k)!r} -> {source.get(k)!r}" for k in sorted({*store.source, *source}) if store.source.get(k) != source.get(k)]
-    if diff: raise ValueError(f"{path} was made with other settings ({'; '.join(diff)}); remove the folder, or choose another data folder")
+    diff = [f"{k}: {store.source.get(k)!r} -> {source.get(k)!r}" for k in sorted({*store.source, *source})
+            if store.source.get(k) != source.get(k)]
+    if diff:
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(diff)}); remove the folder, or choose another data "
+            f"folder")
     return store

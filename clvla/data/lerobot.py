@@ -16,9 +16,10 @@ from ..core import ACTION, IMAGE, IMAGES, PROMPT, STATE, Registry, closest, read
 from .frames import FrameStore, check_episode, reuse_store, write_store
 from .streams import Task, lerobot_tasks, make_stream
 
-# %% ../../nbs/data/11_lerobot.ipynb #81d9d590
+# %% ../../nbs/data/11_lerobot.ipynb #7c8dab7c
 CODECS = Registry("codec", png="image", h264="video")   # codec -> LeRobot's dtype of a picture column
-COUNTED = {"timestamp": "float32", "frame_index": "int64", "episode_index": "int64", "index": "int64", "task_index": "int64"}
+COUNTED = {"timestamp": "float32", "frame_index": "int64", "episode_index": "int64", "index": "int64",
+           "task_index": "int64"}
 
 def features(
     ep:dict,         # an episode
@@ -26,7 +27,8 @@ def features(
 )->dict:             # column -> dtype, shape, names
     "The columns that LeRobot needs to be told about."
     pic = lambda v: dict(dtype=CODECS[codec], shape=list(v.shape[1:]), names=["height", "width", "channels"])
-    return {k: pic(v) if k.startswith(IMAGES) else dict(dtype="float32", shape=list(v.shape[1:]), names=None) for k,v in ep.items() if k != PROMPT}
+    return {k: pic(v) if k.startswith(IMAGES) else dict(dtype="float32", shape=list(v.shape[1:]), names=None)
+            for k,v in ep.items() if k != PROMPT}
 
 def encode_png(
     image # (h,w,3) uint8
@@ -45,7 +47,7 @@ def decode_image(
     img = Image.open(io.BytesIO(data)).convert("RGB")
     return np.asarray(img if size is None or img.size == (size, size) else img.resize((size, size), Image.BILINEAR))
 
-# %% ../../nbs/data/11_lerobot.ipynb #cef267f5
+# %% ../../nbs/data/11_lerobot.ipynb #f1eaa2b7
 QUANTILES = dict(q01=.01, q10=.10, q50=.50, q90=.90, q99=.99)
 
 def counts_stats(
@@ -55,25 +57,28 @@ def counts_stats(
     "Statistics of pictures from counts of their values."
     v,total = np.arange(256)[:,None]/255,counts.sum(0)
     mean = (counts*v).sum(0)/total
-    d = dict(mean=mean, std=np.sqrt((counts*(v-mean)**2).sum(0)/total), min=v[(counts > 0).argmax(0),0], max=v[255-(counts[::-1] > 0).argmax(0),0])
+    d = dict(mean=mean, std=np.sqrt((counts*(v-mean)**2).sum(0)/total), min=v[(counts > 0).argmax(0),0],
+             max=v[255-(counts[::-1] > 0).argmax(0),0])
     d |= {k: v[(counts.cumsum(0) >= q*total).argmax(0),0] for k,q in QUANTILES.items()}
     return {**{k: x[:,None,None].tolist() for k,x in d.items()}, "count": [n]}
 
 def rows_stats(x)->dict:
     "Statistics of numbers, a row per frame, in LeRobot's form."
     x = np.asarray(x, np.float64).reshape(len(x), -1)
-    d = dict(mean=x.mean(0), std=x.std(0), min=x.min(0), max=x.max(0), **{k: np.quantile(x, q, axis=0) for k,q in QUANTILES.items()})
+    d = dict(mean=x.mean(0), std=x.std(0), min=x.min(0), max=x.max(0),
+             **{k: np.quantile(x, q, axis=0) for k,q in QUANTILES.items()})
     return {**{k: v.tolist() for k,v in d.items()}, "count": [len(x)]}
 
 def value_counts(images)->np.ndarray:
     "How often each value occurs in (T,h,w,3) pictures, per colour."
     return np.stack([np.bincount(images[...,c].ravel(), minlength=256) for c in range(3)], 1)
 
-# %% ../../nbs/data/11_lerobot.ipynb #a737a45f
+# %% ../../nbs/data/11_lerobot.ipynb #dc25cf43
 def _episode_rows(ep:dict, i:int, at:int, task:int, fps:int)->dict:
     "The counted columns of an episode."
     T = len(ep[ACTION]); f = np.arange(T)
-    return {"timestamp": (f/fps).astype(np.float32), "frame_index": f, "episode_index": np.full(T, i), "index": at+f, "task_index": np.full(T, task)}
+    return {"timestamp": (f/fps).astype(np.float32), "frame_index": f, "episode_index": np.full(T, i), "index": at+f,
+            "task_index": np.full(T, task)}
 
 def _table(ep:dict, rows:dict):
     "An episode as an arrow table, with the note from which LeRobot knows pictures and lists."
@@ -82,16 +87,18 @@ def _table(ep:dict, rows:dict):
     for k,v in {**ep, **rows}.items():
         if k == PROMPT: continue
         if k.startswith(IMAGES):
-            cols[k] = pa.array([dict(bytes=encode_png(x), path=None) for x in v], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+            cols[k] = pa.array([dict(bytes=encode_png(x), path=None) for x in v],
+                               pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
             note[k] = {"_type": "Image"}
         elif k in rows: cols[k] = pa.array(v); note[k] = {"dtype": COUNTED[k], "_type": "Value"}
         else:
             n = v.shape[1]; one = {"dtype": "float32", "_type": "Value"}
             flat = pa.array(np.ascontiguousarray(v, np.float32).ravel())
-            cols[k],note[k] = (flat, one) if n == 1 else (pa.FixedSizeListArray.from_arrays(flat, n), dict(feature=one, length=n, _type="List"))
+            cols[k] = flat if n == 1 else pa.FixedSizeListArray.from_arrays(flat, n)
+            note[k] = one if n == 1 else dict(feature=one, length=n, _type="List")
     return pa.table(cols).replace_schema_metadata({"huggingface": json.dumps(dict(info=dict(features=note)))})
 
-# %% ../../nbs/data/11_lerobot.ipynb #ead59769
+# %% ../../nbs/data/11_lerobot.ipynb #a3684d7d
 def _write_png(path:Path, episodes, fps:int):
     "Write the data set into an empty folder."
     from pyarrow import parquet as pq
@@ -99,7 +106,8 @@ def _write_png(path:Path, episodes, fps:int):
     said,log,pooled,counts,at,writer,feats = {},[],{},{},0,None,None
     for i,ep in enumerate(episodes):
         T = check_episode(ep, f"episode {i}"); feats = feats or features(ep)
-        if features(ep) != feats: raise ValueError(f"episode {i} has other columns than episode 0: {features(ep)} and {feats}")
+        if features(ep) != feats:
+            raise ValueError(f"episode {i} has other columns than episode 0: {features(ep)} and {feats}")
         rows = _episode_rows(ep, i, at, said.setdefault(ep[PROMPT], len(said)), fps)
         table = _table({k: ep[k] for k in (*feats, PROMPT)}, rows)
         writer = writer or pq.ParquetWriter(path/"data/chunk-000/file-000.parquet", table.schema, compression="snappy")
@@ -112,36 +120,41 @@ def _write_png(path:Path, episodes, fps:int):
         log.append(_episode_row(i, ep[PROMPT], T, at, stats)); at += T
     if writer is None: raise ValueError(f"{path}: a data set needs at least one episode, found none")
     writer.close()
-    whole = {k: counts_stats(c, at) for k,c in counts.items()} | {k: rows_stats(np.concatenate(v)) for k,v in pooled.items()}
+    whole = {k: counts_stats(c, at) for k,c in counts.items()}
+    whole |= {k: rows_stats(np.concatenate(v)) for k,v in pooled.items()}
     _write_meta(path, feats, said, log, whole, at, fps)
 
-# %% ../../nbs/data/11_lerobot.ipynb #a6b7aeac
+# %% ../../nbs/data/11_lerobot.ipynb #17133432
 def _episode_row(i:int, prompt:str, T:int, at:int, stats:dict)->dict:
     "A row of meta/episodes."
     where = {"data/chunk_index": 0, "data/file_index": 0, "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
     flat = {f"stats/{k}/{s}": v for k,d in stats.items() for s,v in d.items()}
-    return dict(episode_index=i, tasks=[prompt], length=T, dataset_from_index=at, dataset_to_index=at+T, **where, **flat)
+    return dict(episode_index=i, tasks=[prompt], length=T, dataset_from_index=at, dataset_to_index=at+T, **where,
+                **flat)
 
 def _write_meta(path:Path, feats:dict, said:dict, log:list, stats:dict, n:int, fps:int):
     "Write meta/: tasks, episodes, statistics and info."
     import pandas as pd, pyarrow as pa
     from pyarrow import parquet as pq
     (path/"meta/episodes/chunk-000").mkdir(parents=True)
-    pd.DataFrame(dict(task_index=list(said.values())), index=pd.Index(list(said), name="task")).to_parquet(path/"meta/tasks.parquet")
+    pd.DataFrame(dict(task_index=list(said.values())),
+                 index=pd.Index(list(said), name="task")).to_parquet(path/"meta/tasks.parquet")
     pq.write_table(pa.Table.from_pylist(log), path/"meta/episodes/chunk-000/file-000.parquet")
     write_json(path/"meta/stats.json", stats)
     counted = {k: dict(dtype=t, shape=[1], names=None) for k,t in COUNTED.items()}
-    write_json(path/"meta/info.json", dict(codebase_version="v3.0", fps=fps, features={**feats, **counted}, total_episodes=len(log), total_frames=n,
-        total_tasks=len(said), chunks_size=1000, data_files_size_in_mb=100, video_files_size_in_mb=200, video_path=None, robot_type=None,
-        data_path="data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet", splits={"train": f"0:{len(log)}"}))
+    info = dict(codebase_version="v3.0", fps=fps, features={**feats, **counted}, total_episodes=len(log),
+                total_frames=n, total_tasks=len(said), chunks_size=1000, data_files_size_in_mb=100,
+                video_files_size_in_mb=200, video_path=None, robot_type=None, splits={"train": f"0:{len(log)}"},
+                data_path="data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet")
+    write_json(path/"meta/info.json", info)
 
-# %% ../../nbs/data/11_lerobot.ipynb #d9ae3513
+# %% ../../nbs/data/11_lerobot.ipynb #1896b1dd
 @contextmanager
 def lerobot_ready():
     "LeRobot's data set class, offline, with a temporary cache and without its progress bars."
     require("lerobot", "lerobot")
+    import datasets
     with tempfile.TemporaryDirectory(prefix="clvla-cache-") as d:
-        import datasets
         old,bars = datasets.config.HF_DATASETS_CACHE,datasets.is_progress_bar_enabled()
         datasets.config.HF_DATASETS_CACHE = Path(d); datasets.disable_progress_bars()
         from lerobot.datasets.lerobot_dataset import LeRobotDataset
@@ -153,12 +166,16 @@ def lerobot_ready():
 def _write_video(path:Path, episodes, fps:int):
     "Write the data set with LeRobot's class, pictures as H.264 4:4:4."
     with lerobot_ready() as LeRobotDataset:
+        import av
         from lerobot.configs import RGBEncoderConfig
-        enc = RGBEncoderConfig(vcodec="h264", pix_fmt="yuv444p", crf=10, g=10, preset="veryfast", extra_options={"bf": "0"})
+        av.logging.set_libav_level(av.logging.ERROR)
+        enc = RGBEncoderConfig(vcodec="h264", pix_fmt="yuv444p", crf=10, g=10, preset="veryfast",
+                               extra_options={"bf": "0"})
         ds = None
         for i,ep in enumerate(episodes):
             T = check_episode(ep, f"episode {i}")
-            if T < 2: raise ValueError(f"episode {i} has 1 frame; a video needs 2 or more per episode, or use codec 'png'")
+            if T < 2:
+                raise ValueError(f"episode {i} has 1 frame; a video needs 2 or more per episode, or use codec 'png'")
             ds = ds or LeRobotDataset.create(f"clvla/{path.name}", fps=fps, root=path, use_videos=True, rgb_encoder=enc,
                                              video_files_size_in_mb=20, features=features(ep, "h264"))
             for f in range(T): ds.add_frame({k: v if k == PROMPT else v[f] for k,v in ep.items()})
@@ -185,7 +202,7 @@ def write_lerobot(
         made.rename(path)
     return path
 
-# %% ../../nbs/data/11_lerobot.ipynb #33403b7c
+# %% ../../nbs/data/11_lerobot.ipynb #79e0376d
 def camera_map(
     info:dict,    # meta/info.json
     cameras=None, # our key -> the data set's column; None = take what is there
@@ -196,13 +213,14 @@ def camera_map(
     pics = [k for k,f in feats.items() if f["dtype"] in ("image", "video") and len(f["shape"]) == 3]
     needed = (STATE, ACTION, *(cameras.values() if cameras else ()))
     lack = [k for k in needed if k not in feats] + ([] if pics else [f"{IMAGES}<camera>"])
-    if lack: raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and at least one camera; "
+    if lack:
+        raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and a camera; "
                               "rename the columns, or name the cameras with `cameras={ours: theirs}`")
     if cameras: return dict(cameras)
     front = IMAGE if IMAGE in pics else pics[0]
     return {IMAGE: front, **{k: k for k in pics if k != front and k.startswith(IMAGES)}}
 
-# %% ../../nbs/data/11_lerobot.ipynb #7458df9c
+# %% ../../nbs/data/11_lerobot.ipynb #3886a99f
 def episode_list(
     path,            # folder of a LeRobotDataset v3
     task_index=None  # numbers of the instructions that are wanted; None = all
@@ -210,14 +228,15 @@ def episode_list(
     "The episodes of a data set and what they are about, without decoding anything."
     require("pyarrow", "lerobot")
     from pyarrow.parquet import read_table
-    files = sorted(Path(path).glob("data/*/*.parquet"))
-    if not files: raise ValueError(f"{path} has no data/*/*.parquet; is it a whole LeRobotDataset v3?")
-    cols = [read_table(f, columns=["episode_index", "task_index"]) for f in files]
+    cols = [read_table(f, columns=["episode_index", "task_index"]) for f in sorted(Path(path).glob("data/*/*.parquet"))]
+    if not cols: raise ValueError(f"{path} has no data/*/*.parquet; is it a whole LeRobotDataset v3?")
     ep,task = (np.concatenate([t[k].to_numpy() for t in cols]) for k in ("episode_index", "task_index"))
     known,first,n = np.unique(ep, return_index=True, return_counts=True)
     for e,f,k in zip(known, first, n):
-        if len(set(task[f:f+k])) > 1: raise ValueError(f"{path}: episode {e} changes its instruction under way; split it first")
-    return [(int(e), int(k), int(task[f])) for e,f,k in zip(known, first, n) if task_index is None or task[f] in task_index]
+        if len(set(task[f:f+k])) > 1:
+            raise ValueError(f"{path}: episode {e} changes its instruction under way; split it first")
+    return [(int(e), int(k), int(task[f])) for e,f,k in zip(known, first, n)
+            if task_index is None or task[f] in task_index]
 
 def _video(path:Path, size):
     "The frames of a video file in order, (h,w,3) uint8."
@@ -228,7 +247,7 @@ def _video(path:Path, size):
             if size and (frame.width, frame.height) != (size, size): frame = frame.reformat(size, size)
             yield frame.to_ndarray(format="rgb24")
 
-# %% ../../nbs/data/11_lerobot.ipynb #d6fc0ac4
+# %% ../../nbs/data/11_lerobot.ipynb #2de90de2
 class _Videos:
     "The frames of episodes that lie one behind the other in video files."
     def __init__(self, path:Path, info:dict, size):
@@ -240,16 +259,18 @@ class _Videos:
 
     def __call__(self, key:str, episode:int, T:int)->np.ndarray:
         r = self.rows[episode]; at = f"videos/{key}/"
-        file = self.path/self.info["video_path"].format(video_key=key, chunk_index=r[at+"chunk_index"], file_index=r[at+"file_index"])
+        file = self.path/self.info["video_path"].format(video_key=key, chunk_index=r[at+"chunk_index"],
+                                                        file_index=r[at+"file_index"])
         start = round(r[at+"from_timestamp"]*self.info["fps"])
         frames,n = self.open.get(key, {}).get(file, (None, 0))
         if frames is None or n > start: frames,n = _video(file, self.size),0
         got = [x for i,x in zip(range(n, start+T), frames) if i >= start]
-        if len(got) < T: raise ValueError(f"{file} ends before episode {episode} does: {len(got)} of {T} frames; was it cut off?")
+        if len(got) < T:
+            raise ValueError(f"{file} ends before episode {episode} does: {len(got)} of {T} frames; was it cut off?")
         self.open[key] = {file: (frames, start+T)}
         return np.stack(got)
 
-# %% ../../nbs/data/11_lerobot.ipynb #087e9926
+# %% ../../nbs/data/11_lerobot.ipynb #480935fb
 def read_lerobot(
     path,            # folder of a LeRobotDataset v3
     task_index=None, # numbers of the instructions that are wanted; None = all
@@ -266,8 +287,10 @@ def read_lerobot(
     cols = [STATE, ACTION, "episode_index", *(k for k,d in kinds.items() if d == "image")]
     for f in sorted(path.glob("data/*/*.parquet")):
         for e,t in _episodes_of(ParquetFile(f), cols, todo):
-            num = {k: np.stack(t[k].to_numpy(zero_copy_only=False)).astype(np.float32).reshape(len(t), -1) for k in (STATE, ACTION)}
-            pic = {k: np.stack([decode_image(x["bytes"], image_size) for x in t[c].to_pylist()]) if kinds[c] == "image" else videos(c, e, len(t))
+            num = {k: np.stack(t[k].to_numpy(zero_copy_only=False)).astype(np.float32).reshape(len(t), -1)
+                   for k in (STATE, ACTION)}
+            pic = {k: np.stack([decode_image(x["bytes"], image_size) for x in t[c].to_pylist()])
+                   if kinds[c] == "image" else videos(c, e, len(t))
                    for k,c in cams.items()}
             yield {**pic, **num, PROMPT: todo[e][1]}
 
@@ -284,7 +307,7 @@ def _episodes_of(file, cols:list, todo:dict):
             if e in todo: yield e,part.slice(0, n)
             part = part.slice(n)
 
-# %% ../../nbs/data/11_lerobot.ipynb #7f2ccdbf
+# %% ../../nbs/data/11_lerobot.ipynb #766a46d4
 def fingerprint(
     task:Task,       # with a source of kind lerobot
     image_size=None, # h = w to resize to
@@ -293,7 +316,8 @@ def fingerprint(
     "What a frame store of this task depends on: which parts of which files, in which size."
     if not task.source or task.source.get("kind") != "lerobot":
         raise ValueError(f"task {task.id!r} does not come from a LeRobot data set; its source is {task.source}")
-    size = lambda p: {str(f.relative_to(p)): f.stat().st_size for f in sorted(Path(p).glob("*/**/*")) if f.suffix in (".parquet", ".mp4", ".json")}
+    size = lambda p: {str(f.relative_to(p)): f.stat().st_size for f in sorted(Path(p).glob("*/**/*"))
+                      if f.suffix in (".parquet", ".mp4", ".json")}
     parts = [dict(o, files=size(o["path"])) for o in task.source["parts"]]
     return dict(kind="lerobot", parts=parts, image_size=image_size, cameras=cameras)
 
@@ -309,7 +333,8 @@ def import_task(
     parts = source["parts"]
     n = sum(k for o in parts for _,k,_ in episode_list(o["path"], o["task_index"]))
     if not n: raise ValueError(f"task {task.id!r} has no frames in {[o['path'] for o in parts]}")
-    return write_store(out, (e for o in parts for e in read_lerobot(o["path"], o["task_index"], image_size, cameras)), n, source)
+    return write_store(out, (e for o in parts for e in read_lerobot(o["path"], o["task_index"], image_size, cameras)),
+                       n, source)
 
 def import_lerobot(
     paths,                 # folder or folders of LeRobotDataset v3
@@ -319,4 +344,5 @@ def import_lerobot(
     cameras=None           # our key -> the data set's column
 )->dict:                   # task id -> frame store
     "Frame stores of all tasks in LeRobot data sets."
-    return {o.id: import_task(o, Path(out_dir)/o.id, image_size, cameras) for o in make_stream(paths, partition=partition).tasks}
+    return {o.id: import_task(o, Path(out_dir)/o.id, image_size, cameras)
+            for o in make_stream(paths, partition=partition).tasks}

@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from ..batch import cat, take
 from ..core import TASK_ID, closest, np_rng
 
-# %% ../../nbs/data/14_loader.ipynb #f8a564cb
+# %% ../../nbs/data/14_loader.ipynb #2eb213c2
 class TaskData:
     "The frame stores of a stream, by task id, and the processor that makes batches of them."
     def __init__(self,
@@ -23,13 +23,16 @@ class TaskData:
         if H < 1: raise ValueError(f"H must be at least 1 action per chunk, found {H}")
         dims = {k: (s.state_dim, s.action_dim, s.image_size, tuple(s.cameras)) for k,s in stores.items()}
         if len(set(dims.values())) > 1:
-            raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found {dims}")
+            raise ValueError(
+                f"the tasks of a stream need equal state, action and image sizes and cameras, found "
+                f"{dims}")
         self.stores,self.processor,self.H,self.task_ids = dict(stores),processor,H,list(stores)
         self.state_dim,self.action_dim,self.image_size,_ = next(iter(dims.values()))
 
     def store(self, task_id:str):
         "The frame store of a task."
-        if task_id not in self.stores: raise ValueError(f"there are no frames of task {task_id!r}{closest(task_id, self.stores)}")
+        if task_id not in self.stores:
+            raise ValueError(f"there are no frames of task {task_id!r}{closest(task_id, self.stores)}")
         return self.stores[task_id]
 
     def n_frames(self, task_id:str)->int: return len(self.store(task_id))
@@ -91,14 +94,18 @@ class TaskLoader:
     def all_refs(self)->list: return self._name(np.arange(len(self)))
     def state_dict(self)->dict: return dict(epoch=self.epoch, position=self.position, task_ids=list(self.task_ids))
 
-# %% ../../nbs/data/14_loader.ipynb #84070726
+# %% ../../nbs/data/14_loader.ipynb #f1d11703
 @patch
 def load_state_dict(self:TaskLoader,
     state:dict # what `state_dict` gave
 ):
     "Continue where the state was taken; ValueError when it belongs to other tasks or other frames."
-    if list(state["task_ids"]) != self.task_ids: raise ValueError(f"the state is of a loader over {state['task_ids']}, this one reads {self.task_ids}")
-    if not 0 <= state["position"] < len(self): raise ValueError(f"the state's position {state['position']} lies outside the {len(self)} frames; did the data change?")
+    if list(state["task_ids"]) != self.task_ids:
+        raise ValueError(f"the state is of a loader over {state['task_ids']}, this one reads {self.task_ids}")
+    if not 0 <= state["position"] < len(self):
+        raise ValueError(
+            f"the state's position {state['position']} lies outside the {len(self)} frames; did the data "
+            f"change?")
     self.epoch,self.position = int(state["epoch"]),int(state["position"])
 
 # %% ../../nbs/data/14_loader.ipynb #78135f00

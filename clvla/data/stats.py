@@ -15,28 +15,31 @@ import torch
 from fastcore.basics import patch
 from ..core import ACTION, IMAGES, STATE, Registry, closest, read_json, write_json
 
-# %% ../../nbs/data/13_stats.ipynb #a555cb4f
+# %% ../../nbs/data/13_stats.ipynb #bd3a45d5
 def array_stats(
     x # (N,n) numbers, a row per frame
 )->dict: # lists of n numbers, and how many rows were counted
     "Exact statistics of each column, with constant and two-valued columns marked."
     x = np.asarray(x, np.float64)
-    if x.ndim != 2 or not len(x) or not np.isfinite(x).all(): raise ValueError(f"statistics need a finite (N,n) array with N >= 1, found shape {x.shape}")
+    if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
+        raise ValueError(f"statistics need a finite (N,n) array with N >= 1, found shape {x.shape}")
     q01,q99 = np.quantile(x, [.01, .99], axis=0)
     kinds = [len(np.unique(c)) for c in x.T]
     d = dict(mean=x.mean(0), std=x.std(0), min=x.min(0), max=x.max(0), q01=q01, q99=q99)
-    return {**{k: v.tolist() for k,v in d.items()}, "count": len(x), "constant": [k == 1 for k in kinds], "binary": [k == 2 for k in kinds]}
+    return {**{k: v.tolist() for k,v in d.items()}, "count": len(x), "constant": [k == 1 for k in kinds],
+            "binary": [k == 2 for k in kinds]}
 
 def compute_stats(
     stores # a frame store or several; anything with arrays `state` (N,S) and `action` (N,A)
 )->dict:   # key -> statistics
     "Pooled statistics of states and actions over all frames of all stores."
-    stores = list(stores.values()) if isinstance(stores, dict) else stores if isinstance(stores, (list, tuple)) else [stores]
+    if isinstance(stores, dict): stores = list(stores.values())
+    if not isinstance(stores, (list, tuple)): stores = [stores]
     if not stores: raise ValueError("statistics need at least one frame store, found none")
     return {STATE: array_stats(np.concatenate([s.state for s in stores])),
             ACTION: array_stats(np.concatenate([s.action for s in stores]))}
 
-# %% ../../nbs/data/13_stats.ipynb #1c52c2ed
+# %% ../../nbs/data/13_stats.ipynb #620e1788
 FIELDS = ("mean", "std", "min", "max", "q01", "q99", "count", "constant", "binary")
 
 def check_stats(
@@ -46,16 +49,22 @@ def check_stats(
 )->dict:                  # the same statistics
     "Raise ValueError when statistics are incomplete, impossible, or of another size than needed."
     redo = "; recompute them with compute_stats and write_stats"
-    if set(stats) != {STATE, ACTION}: raise ValueError(f"statistics need the keys {STATE!r} and {ACTION!r}, found {sorted(stats)}{redo}")
+    if set(stats) != {STATE, ACTION}:
+        raise ValueError(f"statistics need the keys {STATE!r} and {ACTION!r}, found {sorted(stats)}{redo}")
     for key,n in ((STATE, state_dim), (ACTION, action_dim)):
         s = stats[key]
-        if set(s) != set(FIELDS): raise ValueError(f"statistics of {key!r} need the entries {sorted(FIELDS)}, found {sorted(s)}{redo}")
+        if set(s) != set(FIELDS):
+            raise ValueError(f"statistics of {key!r} need the entries {sorted(FIELDS)}, found {sorted(s)}{redo}")
         sizes = {len(s[f]) for f in FIELDS if f != "count"}
         if len(sizes) != 1 or n not in (None, *sizes):
-            raise ValueError(f"statistics of {key!r} are for {sorted(sizes)} numbers, the data or the policy has {n}{redo}")
+            raise ValueError(
+                f"statistics of {key!r} are for {sorted(sizes)} numbers, the data or the policy has "
+                f"{n}{redo}")
         mean,std,lo,hi,q01,q99 = (np.asarray(s[f], np.float64) for f in FIELDS[:6])
-        if not np.isfinite([mean, std, lo, hi, q01, q99]).all(): raise ValueError(f"statistics of {key!r} are not finite{redo}")
-        if (std < 0).any() or (lo > hi).any() or (q01 > q99).any(): raise ValueError(f"statistics of {key!r} contradict themselves: std < 0, min > max or q01 > q99{redo}")
+        if not np.isfinite([mean, std, lo, hi, q01, q99]).all():
+            raise ValueError(f"statistics of {key!r} are not finite{redo}")
+        if (std < 0).any() or (lo > hi).any() or (q01 > q99).any():
+            raise ValueError(f"statistics of {key!r} contradict themselves: std < 0, min > max or q01 > q99{redo}")
     return stats
 
 # %% ../../nbs/data/13_stats.ipynb #7c688c83
@@ -107,7 +116,7 @@ def centre_scale(
     c,k = (np.where(by_range, r, o) for r,o in zip(modes["min_max"](s), (c,k)))
     return np.where(constant, s["min"], c),np.where(constant, 0, k)
 
-# %% ../../nbs/data/13_stats.ipynb #e6a9d334
+# %% ../../nbs/data/13_stats.ipynb #001f97e0
 @dataclass(frozen=True)
 class Processor:
     "Normalises batches and observations, un-normalises actions."
@@ -121,19 +130,21 @@ class Processor:
     def _table(self)->dict:
         "Key -> centre and scale as float32 tensors."
         norm = {STATE: self.state_norm, ACTION: self.action_norm}
-        return {k: tuple(torch.tensor(v, dtype=torch.float32) for v in centre_scale(self.stats[k], m)) for k,m in norm.items()}
+        return {k: tuple(torch.tensor(v, dtype=torch.float32) for v in centre_scale(self.stats[k], m))
+                for k,m in norm.items()}
 
     def _normalise(self, key:str, x)->torch.Tensor:
         x = torch.as_tensor(x, dtype=torch.float32)
         c,k = (v.to(x.device) for v in self._table[key])
-        if x.shape[-1] != len(c): raise ValueError(f"{key!r} has {x.shape[-1]} numbers, the statistics describe {len(c)}")
+        if x.shape[-1] != len(c):
+            raise ValueError(f"{key!r} has {x.shape[-1]} numbers, the statistics describe {len(c)}")
         return torch.where(k > 0, (x-c)/torch.where(k > 0, k, 1), 0)
 
     def __call__(self, raw:dict)->dict:
         "A raw batch from a frame store, with state and action normalised."
         return {k: self._normalise(k, v) if k in self._table else v for k,v in raw.items()}
 
-# %% ../../nbs/data/13_stats.ipynb #e21bef6d
+# %% ../../nbs/data/13_stats.ipynb #fbece429
 @patch
 def unnormalise(self:Processor,
     chunk   # (...,A) normalised actions, tensor or array
@@ -141,13 +152,14 @@ def unnormalise(self:Processor,
     "Turn the policy's actions into the robot's."
     y = torch.as_tensor(chunk, dtype=torch.float32)
     c,k = (v.to(y.device) for v in self._table[ACTION])
-    if y.shape[-1] != len(c): raise ValueError(f"the chunk has {y.shape[-1]} numbers per action, the statistics describe {len(c)}")
+    if y.shape[-1] != len(c):
+        raise ValueError(f"the chunk has {y.shape[-1]} numbers per action, the statistics describe {len(c)}")
     if self.action_norm != "identity":
         y = torch.where(torch.tensor(self.stats[ACTION]["binary"], device=y.device), torch.where(y >= 0, 1., -1.), y)
     x = y*k+c
     return x.numpy() if isinstance(chunk, np.ndarray) else x
 
-# %% ../../nbs/data/13_stats.ipynb #58fd28a0
+# %% ../../nbs/data/13_stats.ipynb #66c4ea8a
 @patch
 def obs(self:Processor,
     raw:dict # images uint8: arrays (B,h,w,3) or tensors (B,3,h,w); state (B,S); other entries pass through
@@ -158,7 +170,9 @@ def obs(self:Processor,
         x = raw[k]
         hwc = isinstance(x, np.ndarray)
         if x.ndim != 4 or x.shape[-1 if hwc else 1] != 3 or str(x.dtype).removeprefix("torch.") != "uint8":
-            raise ValueError(f"{k!r} must be uint8, (B,h,w,3) as array or (B,3,h,w) as tensor; found {x.dtype} {tuple(x.shape)}")
+            raise ValueError(
+                f"{k!r} must be uint8, (B,h,w,3) as array or (B,3,h,w) as tensor; found {x.dtype} "
+                f"{tuple(x.shape)}")
         out[k] = torch.from_numpy(x if x.flags.writeable else x.copy()).permute(0, 3, 1, 2) if hwc else x
     return out
 

@@ -28,7 +28,7 @@ class Stage:
     t:int      # position, 0-based
     task:Task  # what is trained there
 
-# %% ../../nbs/data/10_streams.ipynb #bd153f8c
+# %% ../../nbs/data/10_streams.ipynb #aca97850
 @dataclass(frozen=True)
 class Stream:
     "Tasks, the order in which they come, and how often."
@@ -42,7 +42,9 @@ class Stream:
         n,names = len(self.tasks),[o.id for o in self.tasks]
         if not n: raise ValueError(f"stream {self.name!r} has no tasks; a stream needs at least one")
         if len(set(names)) < n:
-            raise ValueError(f"stream {self.name!r} has task ids twice: {sorted({o for o in names if names.count(o) > 1})}")
+            raise ValueError(
+                f"stream {self.name!r} has task ids twice: "
+                f"{sorted({o for o in names if names.count(o) > 1})}")
         if self.cycles < 1: raise ValueError(f"cycles must be at least 1, found {self.cycles}")
         object.__setattr__(self, "order", _order(range(n) if self.order is None else self.order, names))
 
@@ -56,7 +58,7 @@ class Stream:
             if o.id == task_id: return o
         raise ValueError(f"stream {self.name!r} has no task {task_id!r}{closest(task_id, self.ids)}")
 
-# %% ../../nbs/data/10_streams.ipynb #322f2556
+# %% ../../nbs/data/10_streams.ipynb #6f4daffd
 def _order(
     order,      # positions or ids
     names:list  # ids of the tasks, by position
@@ -66,7 +68,9 @@ def _order(
         if isinstance(o, str) and o not in names: raise ValueError(f"task_order names {o!r}{closest(o, names)}")
     at = tuple(names.index(o) if isinstance(o, str) else o for o in order)
     if sorted(at) != list(range(len(names))):
-        raise ValueError(f"task_order must hold each of the {len(names)} tasks once, as 0..{len(names)-1} or as ids; found {list(order)}")
+        raise ValueError(
+            f"task_order must hold each of the {len(names)} tasks once, as 0..{len(names)-1} or as ids; found "
+            f"{list(order)}")
     return at
 
 # %% ../../nbs/data/10_streams.ipynb #6c0eb46e
@@ -102,9 +106,10 @@ MT50 = {
     "reach": (45, "Reach a goal position"), "reach-wall": (48, "Bypass a wall and reach a goal"),
     "window-close": (81, "Push and close a window"), "window-open": (87, "Push and open a window")}
 
-# %% ../../nbs/data/10_streams.ipynb #db3b9590
+# %% ../../nbs/data/10_streams.ipynb #af432344
 MT50 |= {
-    "assembly": (90, "Pick up a nut and place it onto a peg"), "basketball": (91, "Dunk the basketball into the basket"),
+    "assembly": (90, "Pick up a nut and place it onto a peg"),
+    "basketball": (91, "Dunk the basketball into the basket"),
     "bin-picking": (120, "Grasp the puck from one bin and place it into another bin"),
     "box-close": (114, "Grasp the cover and close the box with it"),
     "coffee-pull": (85, "Pull a mug from a coffee machine"), "coffee-push": (57, "Push a mug under a coffee machine"),
@@ -140,7 +145,7 @@ _mw = lambda name,ids,**kw: Stream(name, tuple(map(metaworld_task, ids)), **kw)
 streams = Registry("stream", mw5=_mw("mw5", MW5), mw10=_mw("mw10", MW10), cw10=_mw("cw10", CW10),
                    cw20=_mw("cw20", CW10, cycles=2), mt10=_mw("mt10", MT10), mt50=_mw("mt50", sorted(MT50)))
 
-# %% ../../nbs/data/10_streams.ipynb #da7c014d
+# %% ../../nbs/data/10_streams.ipynb #1317c7c4
 def lerobot_tasks(
     path # folder of a LeRobotDataset v3
 )->dict: # task_index -> instruction
@@ -149,15 +154,17 @@ def lerobot_tasks(
     for f in (info, table):
         if not f.exists(): raise ValueError(f"{path} is no LeRobotDataset v3: {f.relative_to(path)} is missing")
     if not str(read_json(info).get("codebase_version")).startswith("v3"):
-        raise ValueError(f"{path} has version {read_json(info).get('codebase_version')}, needed is v3; convert it with LeRobot first")
+        raise ValueError(
+            f"{path} has version {read_json(info).get('codebase_version')}, needed is v3; convert it first")
     require("pyarrow", "lerobot")
     from pyarrow.parquet import read_table
     d = read_table(table).to_pydict()
-    if "task_index" not in d or len(d) < 2: raise ValueError(f"{table} needs columns task and task_index, found {sorted(d)}")
+    if "task_index" not in d or len(d) < 2:
+        raise ValueError(f"{table} needs columns task and task_index, found {sorted(d)}")
     texts = d.get("task", d.get("__index_level_0__"))
     return {int(i): text for i,text in sorted(zip(d["task_index"], texts))}
 
-# %% ../../nbs/data/10_streams.ipynb #20d78ace
+# %% ../../nbs/data/10_streams.ipynb #9133307d
 def _slug(text:str, taken)->str:
     "An id made from a sentence; numbered when it is taken."
     base = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "task"
@@ -169,7 +176,8 @@ def by_task_index(paths:list)->list:
     for p in paths:
         for i,text in lerobot_tasks(p).items(): parts.setdefault(text, []).append(dict(path=str(p), task_index=[i]))
     tasks = {}
-    for text,ps in parts.items(): i = _slug(text, tasks); tasks[i] = Task(i, i, text, None, dict(kind="lerobot", parts=ps))
+    for text,ps in parts.items():
+        i = _slug(text, tasks); tasks[i] = Task(i, i, text, None, dict(kind="lerobot", parts=ps))
     return list(tasks.values())
 
 def by_dataset(paths:list)->list:
@@ -189,14 +197,15 @@ def _auto(paths:list)->list:
 
 partitions = Registry("partition", auto=_auto, by_task_index=by_task_index, by_dataset=by_dataset)
 
-# %% ../../nbs/data/10_streams.ipynb #2d63aa6d
+# %% ../../nbs/data/10_streams.ipynb #f37c0722
 INLINE = ("base", "name", "num_tasks", "tasks", "task_order", "cycles", "partition")
 
 def _inline(d:dict, partition:str)->Stream:
     "A stream described by a dict."
     for k in d:
         if k not in INLINE: raise ValueError(f"an inline stream has no entry {k!r}{closest(k, INLINE)}")
-    if "base" not in d: raise ValueError(f"an inline stream needs 'base' (a registered name or folders), found {sorted(d)}")
+    if "base" not in d:
+        raise ValueError(f"an inline stream needs 'base' (a registered name or folders), found {sorted(d)}")
     base = make_stream(d["base"], partition=d.get("partition", partition))
     tasks = [base[i] for i in d.get("tasks", base.ids)]
     n = d.get("num_tasks", len(tasks))

@@ -10,7 +10,7 @@ import ctypes.util, os
 import numpy as np
 from ..core import IMAGE, STATE, Registry, require, seed_of
 
-# %% ../../nbs/envs/60_base.ipynb #932e47aa
+# %% ../../nbs/envs/60_base.ipynb #46ec57b2
 class Env:
     "What all environments share; a simulator adds `_begin`, `_act`, `state`, `render`, `expert`, `close`."
     kind,cameras,state_dim,action_dim = "none",("front",),0,0
@@ -37,7 +37,7 @@ class Env:
         return reward,success,success,truncated
 
     def step_chunk(self, actions, out=None):
-        if self.ended: raise ValueError(f"{self.task_id}: the episode has ended; call reset(trial) before the next chunk")
+        if self.ended: raise ValueError(f"{self.task_id}: the episode has ended; call reset(trial) first")
         total = 0.
         for n,a in enumerate(actions, 1):
             reward,success,terminated,truncated = self.step(a)
@@ -47,7 +47,7 @@ class Env:
 
     def obs(self, out=None): return {IMAGE: self.render(out), STATE: self.state}
 
-# %% ../../nbs/envs/60_base.ipynb #441a7060
+# %% ../../nbs/envs/60_base.ipynb #b2ad2e4e
 GL_LIBS = dict(osmesa=("OSMesa", "apt-get install libosmesa6"), egl=("EGL", "apt-get install libegl1"))
 
 def use_gl(
@@ -60,9 +60,10 @@ def use_gl(
     if gl not in ("osmesa", "egl", "glfw"):
         raise ValueError(f"MUJOCO_GL={gl!r} is not a way to draw here; unset it, or set it to osmesa, egl or glfw")
     if gl in GL_LIBS and gl not in found:
-        raise ImportError(f"MUJOCO_GL={gl} needs the library {GL_LIBS[gl][0]}, which is not installed: {GL_LIBS[gl][1]}")
+        lib,install = GL_LIBS[gl]
+        raise ImportError(f"MUJOCO_GL={gl} needs the library {lib}, which is not installed: {install}")
     if gl == "glfw" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        raise ImportError("MUJOCO_GL=glfw needs a display and there is none; unset MUJOCO_GL, or apt-get install libosmesa6")
+        raise ImportError("MUJOCO_GL=glfw needs a display and there is none; unset it (then osmesa or egl is used)")
     os.environ["MUJOCO_GL"] = gl
     os.environ.setdefault("LP_NUM_THREADS", "0")
     return gl

@@ -30,7 +30,7 @@ def reset_sim(
     obs[18:36] = obs[:18]
     return obs
 
-# %% ../../nbs/envs/62_metaworld.ipynb #79860881
+# %% ../../nbs/envs/62_metaworld.ipynb #10b817d3
 class MetaWorldEnv(Env):
     "A Meta-World task: a picture and four numbers in, four numbers out."
     kind,state_dim,action_dim = "metaworld",4,4
@@ -40,7 +40,7 @@ class MetaWorldEnv(Env):
         if spec["name"] not in ALL_V3_ENVIRONMENTS:
             raise ValueError(f"unknown Meta-World task {spec['name']!r}{closest(spec['name'], ALL_V3_ENVIRONMENTS)}")
         super().__init__({"task_id": spec["name"].removesuffix("-v3"), **spec}, image_size, seed)
-        if not 1 <= self.max_steps <= 500: raise ValueError(f"max_steps is 1 to 500 in Meta-World; got {self.max_steps}")
+        if not 1 <= self.max_steps <= 500: raise ValueError(f"max_steps must be 1 to 500; got {self.max_steps}")
         self.cls,self.cell,self.sim,self.renderer = ALL_V3_ENVIRONMENTS[self.name],cell,None,None
 
     def _load(self):
@@ -67,7 +67,8 @@ class MetaWorldEnv(Env):
 
     def render(self, out=None):
         if self.renderer is None:
-            self.renderer = FastRenderer(self.sim.model, self.sim.data, self.image_size, cell=self.cell, share=self.name)
+            m,d = self.sim.model,self.sim.data
+            self.renderer = FastRenderer(m, d, self.image_size, cell=self.cell, share=self.name)
         return self.renderer(out)
 
     def close(self):

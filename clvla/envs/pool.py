@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..core import IMAGE, STATE
 from .base import make_env
 
-# %% ../../nbs/envs/63_pool.ipynb #7cb4403a
+# %% ../../nbs/envs/63_pool.ipynb #c0259971
 def slab_fields(
     n:int, # slots
     h:int, # picture height and width, pixels
@@ -24,8 +24,8 @@ def slab_fields(
 )->dict:   # name -> (shape, dtype, offset in bytes); "size" -> bytes in all
     "Where each array lies in the shared memory; every one begins on a 64-byte line."
     fields,at = {},0
-    for name,shape,dtype in ((IMAGE, (n,h,h,3), "u1"), (STATE, (n,S), "f4"), ("action", (n,H,A), "f4"), ("reward", (n,), "f8"),
-                             ("flags", (n,3), "u1"), ("n_steps", (n,), "i4")):
+    for name,shape,dtype in ((IMAGE, (n,h,h,3), "u1"), (STATE, (n,S), "f4"), ("action", (n,H,A), "f4"),
+                             ("reward", (n,), "f8"), ("flags", (n,3), "u1"), ("n_steps", (n,), "i4")):
         fields[name] = (shape, dtype, at)
         at += -(-int(np.prod(shape))*np.dtype(dtype).itemsize//64)*64
     return dict(fields, size=at)
@@ -38,7 +38,7 @@ def slab_arrays(
     mem = mmap.mmap(fd, fields["size"])
     return {k: np.ndarray(v[0], v[1], mem, v[2]) for k,v in fields.items() if k != "size"}
 
-# %% ../../nbs/envs/63_pool.ipynb #c54a23d4
+# %% ../../nbs/envs/63_pool.ipynb #e0122b2b
 def die_with(
     parent:int # process id of the one who started us
 ):
@@ -67,11 +67,13 @@ def _tell(sock, **msg):
     try: sock.send(json.dumps(msg).encode())
     except (BrokenPipeError, ConnectionResetError): return
 
+# %% ../../nbs/envs/63_pool.ipynb #ae94b41d
 def _serve(sock, mem_fd):
     cfg = _recv(sock)
     if cfg["setup"]: importlib.import_module(cfg["setup"])
     envs = {int(i): make_env(spec, cfg["image_size"], cfg["seed"]) for i,spec in cfg["specs"].items()}
-    about = {i: dict(task_id=e.task_id, prompt=e.prompt, state_dim=e.state_dim, action_dim=e.action_dim) for i,e in envs.items()}
+    about = {i: dict(task_id=e.task_id, prompt=e.prompt, state_dim=e.state_dim, action_dim=e.action_dim)
+             for i,e in envs.items()}
     _tell(sock, about=about)
     fields = _recv(sock)
     if fields is None: return
@@ -85,7 +87,7 @@ def _serve(sock, mem_fd):
         _tell(sock, slot=i, seq=cmd["seq"])
     for e in envs.values(): e.close()
 
-# %% ../../nbs/envs/63_pool.ipynb #f548975f
+# %% ../../nbs/envs/63_pool.ipynb #164348a8
 @dataclass(frozen=True)
 class Result:
     "What came back from one slot; `obs` are views, good until the slot's next command."
@@ -101,7 +103,9 @@ class Result:
 
 class _Worker:
     "A process, the socket to it, and what it still owes."
-    def __init__(self, slots): self.slots,self.proc,self.sock,self.owes,self.since,self.restarts = slots,None,None,{},0.,0
+    def __init__(self, slots):
+        self.slots,self.proc,self.sock = slots,None,None
+        self.owes,self.since,self.restarts = {},0.,0
 
 class _Slot:
     "What the parent knows about one environment."
@@ -118,7 +122,7 @@ def _end(workers, mem_fd):
         except subprocess.TimeoutExpired: w.proc.kill(); w.proc.wait()
     if mem_fd: os.close(mem_fd.pop())
 
-# %% ../../nbs/envs/63_pool.ipynb #43bd92b8
+# %% ../../nbs/envs/63_pool.ipynb #ad94ee47
 class EnvPool:
     "Environments in worker processes: one slot each, one command per chunk, results as they come."
     def __init__(self,
@@ -133,15 +137,18 @@ class EnvPool:
         assign:list=None,        # slot -> worker; None: slot modulo `n_workers`
         setup:str=None           # module that workers import first, to register kinds of environments
     ):
-        if not specs or n_workers < 1: raise ValueError(f"a pool needs at least one slot and one worker; got {len(specs)} and {n_workers}")
+        if not specs or n_workers < 1:
+            raise ValueError(f"a pool needs at least one slot and one worker; got {len(specs)} and {n_workers}")
         n_workers = min(n_workers, len(specs))
         assign = [i%n_workers for i in range(len(specs))] if assign is None else [int(w)%n_workers for w in assign]
-        if len(assign) != len(specs): raise ValueError(f"`assign` needs one worker for each of {len(specs)} slots; got {len(assign)}")
+        if len(assign) != len(specs):
+            raise ValueError(f"`assign` needs one worker for each of {len(specs)} slots; got {len(assign)}")
         self.specs,self.image_size,self.seed,self.H,self.setup = list(specs),int(image_size),int(seed),int(H),setup
         self.start_timeout,self.timeout,self.max_restarts,self.restarts = start_timeout,timeout,max_restarts,0
         self._workers = [_Worker([i for i,a in enumerate(assign) if a == w]) for w in sorted(set(assign))]
         of = {i: w for w in self._workers for i in w.slots}
-        self._slots,self._ready,self._mem_fd = [_Slot(of[i]) for i in range(len(specs))],[],[os.memfd_create("clvla-envs")]
+        self._slots,self._ready = [_Slot(of[i]) for i in range(len(specs))],[]
+        self._mem_fd = [os.memfd_create("clvla-envs")]
         self._finalizer = weakref.finalize(self, _end, self._workers, self._mem_fd)
         try: self._start_all()
         except BaseException: self.close(); raise
@@ -151,7 +158,7 @@ class EnvPool:
     def __exit__(self, *exc): self.close()
     def close(self): self._finalizer()
 
-# %% ../../nbs/envs/63_pool.ipynb #0d5ebd82
+# %% ../../nbs/envs/63_pool.ipynb #73167dd2
 @patch
 def _launch(self:EnvPool, w):
     "Start the process of one worker and tell it its slots."
@@ -159,9 +166,8 @@ def _launch(self:EnvPool, w):
     env = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", LP_NUM_THREADS="0",
                PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
     fds = theirs.fileno(),self._mem_fd[0]
-    with theirs:
-        w.proc = subprocess.Popen([sys.executable, "-c", "from clvla.envs.pool import worker; worker()", *map(str, fds), str(os.getpid())],
-                                  env=env, pass_fds=fds, stdin=subprocess.DEVNULL)
+    run = [sys.executable, "-c", "from clvla.envs.pool import worker; worker()", *map(str, fds), str(os.getpid())]
+    with theirs: w.proc = subprocess.Popen(run, env=env, pass_fds=fds, stdin=subprocess.DEVNULL)
     cfg = dict(setup=self.setup, image_size=self.image_size, seed=self.seed, specs={i: self.specs[i] for i in w.slots})
     _tell(w.sock, **cfg)
 
@@ -228,7 +234,7 @@ def step(self:EnvPool,
     self._mem["action"][slot,:len(a)] = a
     self._send(slot, n=len(a))
 
-# %% ../../nbs/envs/63_pool.ipynb #3b5cdc4c
+# %% ../../nbs/envs/63_pool.ipynb #c53401e7
 def _obituary(proc):
     code = proc.wait(5)
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
@@ -242,7 +248,8 @@ def _restart(self:EnvPool, w, why):
         w.restarts += 1
         if w.restarts > self.max_restarts:
             self.close()
-            raise RuntimeError(f"a worker (slots {w.slots}) failed {w.restarts} times, more than max_restarts={self.max_restarts}; last: {why}")
+            raise RuntimeError(f"the worker of slots {w.slots} failed {w.restarts} times, more than "
+                               f"max_restarts={self.max_restarts}; last: {why}")
         self.restarts += 1
         self._launch(w)
         try: self._hello(w); break
@@ -263,8 +270,8 @@ def _take(self:EnvPool, w, msg):
     del w.owes[i]
     s,m = self._slots[i],self._mem
     success,terminated,truncated = map(bool, m["flags"][i])
-    self._ready.append(Result(i, s.trial, {k: v[i] for k,v in self.obs.items()}, float(m["reward"][i]), success, terminated, truncated,
-                              int(m["n_steps"][i]), s.redo))
+    self._ready.append(Result(i, s.trial, {k: v[i] for k,v in self.obs.items()}, float(m["reward"][i]),
+                              success, terminated, truncated, int(m["n_steps"][i]), s.redo))
     s.under_way,s.redo = not (terminated or truncated),False
 
 # %% ../../nbs/envs/63_pool.ipynb #5670b95b

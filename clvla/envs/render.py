@@ -65,7 +65,7 @@ def free_camera(
     c.lookat[:] = lookat
     return c
 
-# %% ../../nbs/envs/61_render.ipynb #b56f62b9
+# %% ../../nbs/envs/61_render.ipynb #a13f9123
 _CONTEXT,_UPLOADS = [],{}
 
 def gl_context():
@@ -74,9 +74,15 @@ def gl_context():
     if not _CONTEXT:
         try: _CONTEXT.append(mujoco.GLContext(16, 16))
         except (mujoco.FatalError, RuntimeError, ImportError, AttributeError, TypeError) as e:
-            raise ImportError(f"no GL context could be made ({e}): unset MUJOCO_GL, or set it to osmesa before mujoco is "
-                              "imported, and apt-get install libosmesa6") from e
+            raise ImportError(f"no GL context could be made ({e}): unset MUJOCO_GL, or set it to osmesa before mujoco "
+                              "is imported, and apt-get install libosmesa6") from e
+        atexit.register(_free_all)
     _CONTEXT[0].make_current()
+
+def _free_all():
+    for up in _UPLOADS.values(): gl_context(); up.con.free()
+    _UPLOADS.clear()
+    _CONTEXT.pop().free()
 
 class _Upload:
     "Meshes and textures of one model in the renderer's memory."
@@ -88,13 +94,7 @@ class _Upload:
         gl_context()
         self.con = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
 
-@atexit.register
-def _free_all():
-    for up in _UPLOADS.values(): gl_context(); up.con.free()
-    _UPLOADS.clear()
-    if _CONTEXT: _CONTEXT.pop().free()
-
-# %% ../../nbs/envs/61_render.ipynb #b9be0fba
+# %% ../../nbs/envs/61_render.ipynb #6dab3ffd
 class FastRenderer:
     "Draws one simulation: no shadows, reflections, haze or multisampling; close it when done."
     def __init__(self,
@@ -108,7 +108,8 @@ class FastRenderer:
         self.model,self.data,self.size,self.camera = model,data,size,free_camera() if camera is None else camera
         self.key = (share or id(self), size, cell)
         if self.key not in _UPLOADS: _UPLOADS[self.key] = _Upload(model, size, cell)
-        self.up,self.rect,self.raw = _UPLOADS[self.key],mujoco.MjrRect(0, 0, size, size),np.empty((size, size, 3), np.uint8)
+        self.up,self.rect = _UPLOADS[self.key],mujoco.MjrRect(0, 0, size, size)
+        self.raw = np.empty((size, size, 3), np.uint8)
         self.up.users += 1
         self.scene,self.option = mujoco.MjvScene(model, maxgeom=1000),mujoco.MjvOption()
         flag = mujoco.mjtRndFlag
@@ -118,7 +119,8 @@ class FastRenderer:
         import mujoco
         gl_context()
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self.up.con)
-        mujoco.mjv_updateScene(self.model, self.data, self.option, None, self.camera, mujoco.mjtCatBit.mjCAT_ALL, self.scene)
+        mujoco.mjv_updateScene(self.model, self.data, self.option, None, self.camera,
+                               mujoco.mjtCatBit.mjCAT_ALL, self.scene)
         mujoco.mjr_render(self.rect, self.scene, self.up.con)
         mujoco.mjr_readPixels(self.raw, None, self.rect, self.up.con)
         if out is None: return self.raw[::-1].copy()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPEAT', 'Run', 'read_run', 'read_runs', 'label', 'group', 'summary', 'wide', 'metric_points', 'mean_lines', 'holm',
-           'versus', 'paired_table', 'difference_points', 'cost_table']
+           'versus', 'paired_table', 'difference_points', 'cost_table', 'CompareConfig']
 
 # %% ../../nbs/eval/74_compare.ipynb #d4d1a936
 import glob
@@ -18,8 +18,8 @@ from .metrics import JOINT, SuccessMatrix, aaa, from_records, metrics, read_reco
 from .plots import small
 from .stats import final, metric_intervals, paired, seed_intervals, t_interval
 
-# %% ../../nbs/eval/74_compare.ipynb #54fb0b80
-REPEAT = ("seed", "run_dir", "data_dir", "n_workers", "videos") # settings in which repetitions of one experiment may differ
+# %% ../../nbs/eval/74_compare.ipynb #a2211991
+REPEAT = ("seed", "run_dir", "data_dir", "n_workers", "videos") # settings in which repetitions may differ
 
 @dataclass(frozen=True)
 class Run:
@@ -38,8 +38,10 @@ def read_run(path)->Run:
     "Read one run folder."
     path = Path(path)
     lacking = [f for f in ("config.json", "stream.json", "episodes.jsonl") if not (path/f).exists()]
-    if lacking: raise ValueError(f"{path} is no run folder with results, it lacks {', '.join(lacking)}; has the run been evaluated?")
-    stream,cost = read_json(path/"stream.json"),read_json(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
+    if lacking:
+        raise ValueError(f"{path} has no results, it lacks {', '.join(lacking)}; has the run been evaluated?")
+    stream = read_json(path/"stream.json")
+    cost = read_json(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
     ids = [t["id"] for t in stream["tasks"]]
     stages = tuple(stream["stages"])
     cols = tuple(ids) if stages == (JOINT,) else tuple(dict.fromkeys(stages))
@@ -55,7 +57,7 @@ def read_runs(
         if not paths: raise ValueError(f"no folder matches {n!r} (looked from {Path.cwd()})")
     return [read_run(p) for p in dict.fromkeys(p for paths in found.values() for p in paths) if Path(p).is_dir()]
 
-# %% ../../nbs/eval/74_compare.ipynb #553edfb9
+# %% ../../nbs/eval/74_compare.ipynb #9eab911e
 def label(run:Run, by)->str:
     "The name of a run's group: its values of the settings in `by`."
     for k in by:
@@ -66,20 +68,24 @@ def group(
     runs,                  # of Run
     by=("algo",)           # settings that tell groups apart
 )->dict:                   # label -> runs, by seed
-    "Put repetitions together; ValueError when runs of a group differ in more than their seed, or of all in their tasks."
+    "Put repetitions together; ValueError when runs of a group differ in more than their seed, or any in their tasks."
     groups = {}
     for r in sorted(runs, key=lambda r: r.config["seed"]): groups.setdefault(label(r, by), []).append(r)
     for name,rs in groups.items():
         for r in rs[1:]:
-            diff = [k for k in rs[0].config.keys()|r.config.keys() if k not in REPEAT and rs[0].config.get(k) != r.config.get(k)]
-            if diff: raise ValueError(f"{rs[0].path} and {r.path} are both {name!r} but differ in {', '.join(sorted(diff))}; add that to `by`")
+            diff = [k for k in rs[0].config.keys()|r.config.keys()
+                    if k not in REPEAT and rs[0].config.get(k) != r.config.get(k)]
+            if diff:
+                raise ValueError(f"{rs[0].path} and {r.path} are both {name!r} but "
+                                 f"differ in {', '.join(sorted(diff))}; add that to `by`")
         seeds = [r.config["seed"] for r in rs]
-        if len(set(seeds)) < len(seeds): raise ValueError(f"{name!r} has several runs of one seed: {seeds}; leave all but one out")
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"{name!r} has several runs of one seed: {seeds}; leave all but one out")
     tasks = {frozenset(r.task_ids): r.path for r in runs}
     if len(tasks) > 1: raise ValueError(f"these runs are not on the same tasks: {', '.join(map(str, tasks.values()))}")
     return groups
 
-# %% ../../nbs/eval/74_compare.ipynb #6c6a86ba
+# %% ../../nbs/eval/74_compare.ipynb #5b2f176b
 def summary(
     groups:dict,     # label -> runs
     names=("ASR", "BWT", "Forgetting", "AAA", "LA"), # metrics
@@ -90,20 +96,26 @@ def summary(
     rows = []
     for name,rs in groups.items():
         stages,ids,recs = rs[0].stages,rs[0].task_ids,[r.records for r in rs]
-        res = metric_intervals(recs[0], stages, ids, n_boot, seed) if len(rs) == 1 else seed_intervals(recs, stages, ids, n_boot, seed)
+        if len(rs) == 1: res = metric_intervals(recs[0], stages, ids, n_boot, seed)
+        else: res = seed_intervals(recs, stages, ids, n_boot, seed)
         for k in names:
             each = [metrics[k](r.matrix).value for r in rs]
-            rows.append(dict(group=name, metric=k, seeds=len(rs), value=res[k].value, low=res[k].low, high=res[k].high,
-                             t_low=t_interval(each).low, t_high=t_interval(each).high, each=[round(v, 4) for v in each]))
+            r,t = res[k],t_interval(each)
+            rows.append(dict(group=name, metric=k, seeds=len(rs), value=r.value, low=r.low, high=r.high, t_low=t.low,
+                             t_high=t.high,
+                             missing=r.missing, each=[round(v, 4) for v in each]))
     return pd.DataFrame(rows)
 
 def wide(table:pd.DataFrame)->pd.DataFrame:
     "One row per group, one column per metric, as `value [low, high]` in points."
-    text = lambda r: "not defined" if np.isnan(r.value) else f"{100*r.value:.1f} [{100*r.low:.1f}, {100*r.high:.1f}]"
+    def text(r):
+        if np.isnan(r.value): return f"{r.missing} cells missing" if r.missing else "not defined"
+        return f"{100*r.value:.1f} [{100*r.low:.1f}, {100*r.high:.1f}]"
     flat = table.assign(text=[text(r) for r in table.itertuples()])
-    return flat.pivot(index="group", columns="metric", values="text").loc[list(dict.fromkeys(table.group)), list(dict.fromkeys(table.metric))]
+    order = [list(dict.fromkeys(table[k])) for k in ("group", "metric")]
+    return flat.pivot(index="group", columns="metric", values="text").loc[*order]
 
-# %% ../../nbs/eval/74_compare.ipynb #4a496ca3
+# %% ../../nbs/eval/74_compare.ipynb #217682b3
 def metric_points(
     table:pd.DataFrame,    # from `summary`
     metric:str="ASR"
@@ -112,22 +124,25 @@ def metric_points(
     t = table[(table.metric == metric) & table.value.notna()]
     fig = go.Figure(go.Bar(x=t.group, y=100*t.value, marker_color="lightsteelblue", name="mean over seeds",
                            error_y=dict(array=100*(t.high-t.value), arrayminus=100*(t.value-t.low), symmetric=False)))
-    fig.add_scatter(x=[g for g,v in zip(t.group, t["each"]) for _ in v], y=[100*x for v in t["each"] for x in v], mode="markers",
+    fig.add_scatter(x=[g for g,v in zip(t.group, t["each"]) for _ in v], y=[100*x for v in t["each"] for x in v],
+                    mode="markers",
                     marker=dict(color="black", size=6), name="each seed")
     return small(fig, f"{metric}, points", yaxis_title=metric)
 
 def mean_lines(groups:dict)->go.Figure:
-    "Average success on the tasks trained so far, after each stage; thin lines are seeds. A joint run is a dotted level."
+    "Average success on the tasks trained so far, after each stage; thin lines: seeds; dotted: a joint run."
     fig = go.Figure()
     for i,(name,rs) in enumerate(groups.items()):
         color,T = f"hsl({360*i//len(groups)},65%,45%)",len(rs[0].stages)
         A = np.array([[100*np.mean(upto(r.matrix, t).R[-1]) for t in range(T)] for r in rs])
-        if rs[0].stages == (JOINT,): fig.add_hline(y=A.mean(), line=dict(dash="dot", color=color), annotation_text=name); continue
+        if rs[0].stages == (JOINT,): fig.add_hline(y=A.mean(), line=dict(dash="dot", color=color),
+                                                   annotation_text=name); continue
         for a in A: fig.add_scatter(y=a, mode="lines", line=dict(width=1, color=color), opacity=.4, showlegend=False)
         fig.add_scatter(y=A.mean(0), mode="lines+markers", name=name, line=dict(color=color, width=3))
-    return small(fig, "Average success on the tasks so far", 680, yaxis=dict(range=[0, 104], title="success, %"), xaxis_title="stage")
+    return small(fig, "Average success on the tasks so far", 680, yaxis=dict(range=[0, 104], title="success, %"),
+                 xaxis_title="stage")
 
-# %% ../../nbs/eval/74_compare.ipynb #4a804f1d
+# %% ../../nbs/eval/74_compare.ipynb #46082f10
 def holm(
     p          # p-values, NaN is passed over
 )->list:       # corrected p-values
@@ -148,7 +163,8 @@ def versus(
     ra,rb = ({r.config["seed"]: final(r.records) for r in x} for x in (a, b))
     seeds = sorted(ra.keys() & rb.keys())
     if not seeds: return dict(seeds=0, pairs=0)
-    own = lambda rs: [{**r, "trial": f"{s}:{r['trial']}"} for s in seeds for r in rs[s]]   # seeds keep their own initial states
+    own = lambda rs: [{**r, "stage": f"end, seed {s}"} for s in seeds
+                      for r in rs[s]]   # an initial state is one cluster over seeds
     p = paired(own(ra), own(rb), n_boot, seed)
     t = t_interval([paired(ra[s], rb[s], 2).diff for s in seeds])
     return dict(seeds=len(seeds), pairs=p.both+p.only_a+p.only_b+p.neither, difference=p.diff, low=p.low, high=p.high,
@@ -162,11 +178,12 @@ def paired_table(
 )->pd.DataFrame:
     "Every group against the baseline, paired on seed, task and trial."
     if baseline not in groups: raise ValueError(f"there is no group {baseline!r}{closest(baseline, groups)}")
-    rows = [dict(group=name, **versus(rs, groups[baseline], n_boot, seed)) for name,rs in groups.items() if name != baseline]
+    rows = [dict(group=name, **versus(rs, groups[baseline], n_boot, seed)) for name,rs in groups.items()
+            if name != baseline]
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table.p)) if "p" in table else table
 
-# %% ../../nbs/eval/74_compare.ipynb #ce9ffe14
+# %% ../../nbs/eval/74_compare.ipynb #c321ee3b
 def difference_points(
     table:pd.DataFrame, # from `paired_table`
     baseline:str
@@ -175,9 +192,26 @@ def difference_points(
     t,fig = table[table.seeds > 0],go.Figure()
     for low,high,width,name in (("t_low", "t_high", 1, "other seeds (t)"), ("low", "high", 5, "other initial states")):
         fig.add_scatter(x=100*t.difference, y=t.group, mode="markers", name=name, marker=dict(color="black"),
-                        error_x=dict(array=100*(t[high]-t.difference), arrayminus=100*(t.difference-t[low]), symmetric=False, thickness=width))
-    return small(fig.add_vline(x=0, line_dash="dot"), f"Final success minus that of {baseline}, points", height=160+50*len(t))
+                        error_x=dict(array=100*(t[high]-t.difference), arrayminus=100*(t.difference-t[low]),
+                                     symmetric=False, thickness=width))
+    return small(fig.add_vline(x=0, line_dash="dot"), f"Final success minus that of {baseline}, points",
+                 height=160+50*len(t))
 
 def cost_table(groups:dict)->pd.DataFrame:
     "Mean seconds per phase of every group's runs."
-    return pd.DataFrame([dict(group=name, **pd.DataFrame([r.cost for r in rs]).mean().round(1)) for name,rs in groups.items()])
+    return pd.DataFrame([dict(group=name, **pd.DataFrame([r.cost for r in rs]).mean().round(1))
+                         for name,rs in groups.items()])
+
+# %% ../../nbs/eval/74_compare.ipynb #b1cef3a4
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    "What the comparison page may be told."
+    runs:str|list = "runs/*"      # run folders: a list, or folders and glob patterns separated by commas
+    baseline:str = "sequential"   # group that the others are paired with
+    by:str|list = "algo"          # settings that tell groups apart: a list, or names separated by commas
+    n_boot:int = 2000             # bootstrap draws
+    seed:int = 0                  # of the bootstrap
+    report:str = ""               # HTML file to write as well; empty = none
+
+    @property
+    def keys(self)->tuple: return tuple(self.by.split(",")) if isinstance(self.by, str) else tuple(self.by)

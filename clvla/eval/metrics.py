@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from ..core import Registry
 
-# %% ../../nbs/eval/70_metrics.ipynb #b27499a7
+# %% ../../nbs/eval/70_metrics.ipynb #106e40e0
 JOINT = "joint"   # what `after` says when all tasks were trained together
 
 def record_key(r:dict)->tuple:
@@ -31,10 +31,11 @@ def read_records(
     recs = []
     for i,line in enumerate(whole.splitlines(), 1):
         try: recs.append(json.loads(line))
-        except json.JSONDecodeError as e: raise ValueError(f"{path}, line {i} is not JSON ({e}); was the file edited?") from e
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path}, line {i} is not JSON ({e}); was the file edited?") from e
     return recs
 
-# %% ../../nbs/eval/70_metrics.ipynb #498c3e9a
+# %% ../../nbs/eval/70_metrics.ipynb #bab8728a
 @dataclass(frozen=True)
 class SuccessMatrix:
     "Successes and trials of every task after every stage, and before training."
@@ -44,14 +45,15 @@ class SuccessMatrix:
     n: np.ndarray      # (...,T,K) trials, 0 = not measured
     k0: np.ndarray     # (...,K) successes before any training
     n0: np.ndarray     # (...,K) trials before any training
-    curves: dict = field(default_factory=dict) # task id -> (...,E) success rates while it was being learned, evenly spaced looks
+    curves: dict = field(default_factory=dict) # task id -> (...,E) success rates at evenly spaced looks while learning
 
     def __post_init__(self):
         want = () if self.stages == (JOINT,) else self.task_ids
         if odd := set(self.stages)^set(want or self.stages):
             raise ValueError(f"stages and columns must name the same tasks; {sorted(odd)} stand in one of them only")
         if self.k.shape[-2:] != (self.T, self.K) or self.n.shape != self.k.shape:
-            raise ValueError(f"{self.T} stages and {self.K} tasks need counts of shape (...,{self.T},{self.K}), found {self.k.shape}, {self.n.shape}")
+            raise ValueError(f"{self.T} stages and {self.K} tasks need counts of shape (...,{self.T},{self.K}), "
+                             f"found {self.k.shape}, {self.n.shape}")
 
     @property
     def T(self)->int: return len(self.stages)
@@ -92,7 +94,7 @@ def from_rates(
     count = lambda x: (np.nan_to_num(x)*n, np.where(np.isnan(x), 0, n))
     return SuccessMatrix(tuple(stages), tuple(task_ids), *count(R), *count(b), curves or {})
 
-# %% ../../nbs/eval/70_metrics.ipynb #ce1edc9c
+# %% ../../nbs/eval/70_metrics.ipynb #aa0f41c0
 def from_records(
     records,   # episode records, dicts
     stages,    # task ids in training order
@@ -101,7 +103,8 @@ def from_records(
     "Count the records of the stages' ends, and the looks taken while a task was being learned."
     if any(r["after"] == JOINT for r in records): stages = (JOINT,)
     twice = [k for k,c in Counter(map(record_key, records)).items() if c > 1]
-    if twice: raise ValueError(f"{len(twice)} episodes are recorded twice, the first is (stage, step, task, trial) = {twice[0]}")
+    if twice:
+        raise ValueError(f"{len(twice)} episodes are recorded twice; the first: stage, step, task, trial = {twice[0]}")
     kn = np.zeros((2, len(stages)+1, len(task_ids)))
     for r in records:
         s,j = r["stage"],r["task"]
@@ -121,16 +124,18 @@ def curves(records, stages, task_ids)->dict:
     out = {}
     for t,task in reversed(list(enumerate(stages))):
         if at := looks(records, stages, t):
-            hits = {s: [r["success"] for r in records if (r["stage"], r["task"], r.get("step")) == (t, task, s)] for s in at}
+            hits = {s: [r["success"] for r in records if (r["stage"], r["task"], r.get("step")) == (t, task, s)]
+                    for s in at}
             out[task] = np.array([np.mean(v) for v in hits.values()])
     return out
 
-# %% ../../nbs/eval/70_metrics.ipynb #a6f6bc61
+# %% ../../nbs/eval/70_metrics.ipynb #dd98a6b6
 def to_json(m:SuccessMatrix)->dict:
     "The matrix as JSON values; every count stands under its task's id."
     cells = lambda k,n: {j: [float(a), float(b)] for j,a,b in zip(m.task_ids, k, n) if b}
     rows = [dict(stage=t, after=s, counts=cells(m.k[t], m.n[t])) for t,s in enumerate(m.stages)]
-    return dict(tasks=list(m.task_ids), before=cells(m.k0, m.n0), rows=rows, curves={j: c.tolist() for j,c in m.curves.items()})
+    return dict(tasks=list(m.task_ids), before=cells(m.k0, m.n0), rows=rows,
+                curves={j: c.tolist() for j,c in m.curves.items()})
 
 def from_json(d:dict)->SuccessMatrix:
     "The inverse of `to_json`."

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from ..core import ACTION, PAD, STATE, closest, read_json, write_atomic, write_json
 
-# %% ../../nbs/policies/20_base.ipynb #3987b8ef
+# %% ../../nbs/policies/20_base.ipynb #9cb01d0b
 def check_obs(
     obs:dict,        # a batch, or an observation with the same keys
     cameras,         # image keys that the policy reads
@@ -25,7 +25,7 @@ def check_obs(
     for k in cameras:
         if tuple(obs[k].shape[1:]) != (3, image_size, image_size) or obs[k].dtype != torch.uint8:
             raise ValueError(f"{k} is {obs[k].dtype} {tuple(obs[k].shape)}; the policy was built for uint8 "
-                             f"(B,3,{image_size},{image_size}): render at that size or make a policy with this image_size")
+                             f"(B,3,{image_size},{image_size}): render at that size or build it for this one")
     if obs[STATE].ndim != 2 or obs[STATE].shape[1] != state_dim:
         raise ValueError(f"{STATE} is {tuple(obs[STATE].shape)}, the policy was built for (B,{state_dim})")
 
@@ -42,7 +42,7 @@ def check_action(
         raise ValueError(f"{ACTION} is {tuple(batch[ACTION].shape)}, the policy was built for (B,{H},{A}); "
                          "load the data with this H, or make a policy with its H and action size")
 
-# %% ../../nbs/policies/20_base.ipynb #8c51e536
+# %% ../../nbs/policies/20_base.ipynb #a813e18a
 class Policy(nn.Module):
     "A policy made of `context` (written by a subclass) and `self.head`; see the table of promises."
     def __init__(self,
@@ -51,12 +51,12 @@ class Policy(nn.Module):
         super().__init__()
         self.config,self.H,self.A = dict(config),config["H"],config["action_dim"]
 
-    def context(self, obs:dict)->Tensor: raise NotImplementedError(f"{type(self).__name__} must define context(obs) -> (B,D)")
-    def features(self, obs:dict)->Tensor: raise NotImplementedError(f"{type(self).__name__} must define features(obs) -> (B,M,D)")
+    def context(self, obs:dict)->Tensor: raise NotImplementedError(f"{type(self).__name__} needs context(obs)")
+    def features(self, obs:dict)->Tensor: raise NotImplementedError(f"{type(self).__name__} needs features(obs)")
 
     def forward(self, batch:dict, *, noise=None, time=None, generator=None, reduction:str="mean"):
         "Loss (mean, or one per sample) and what the head predicted."
-        if reduction not in ("mean", "none"): raise ValueError(f"reduction is {reduction!r}; it can be 'mean' or 'none'")
+        if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
         check_action(batch, self.H, self.A)
         if noise is None and time is None: noise,time = self.draw(len(batch[ACTION]), generator)
         loss,out = self.head.loss(self.context(batch), batch[ACTION], batch[PAD], noise, time)
@@ -73,7 +73,7 @@ class Policy(nn.Module):
             noise = torch.stack([self.chunk_noise(generator) for _ in h])
         return self.head.sample(h, noise)
 
-# %% ../../nbs/policies/20_base.ipynb #be5522b8
+# %% ../../nbs/policies/20_base.ipynb #98309b95
 def param_groups(
     model:nn.Module,           # any module; only parameters with requires_grad take part
     lr:float,                  # learning rate, 1/step
@@ -82,8 +82,8 @@ def param_groups(
 )->list:                       # dicts for a torch optimizer: name, params, lr, weight_decay
     "Optimizer groups: (decays or not) x (learning rate), each trained parameter once."
     lr_of,names,groups,seen = dict(lr_of or {}),[n for n,_ in model.named_parameters()],{},set()
-    for k in lr_of:
-        if not any(n.startswith(k) for n in names): raise ValueError(f"no parameter begins with {k!r}{closest(k, names)}")
+    if wrong := [k for k in lr_of if not any(n.startswith(k) for n in names)]:
+        raise ValueError(f"no parameter begins with {wrong[0]!r}{closest(wrong[0], names)}")
     for m_name,m in model.named_modules():
         for name,p in m.named_parameters(recurse=False):
             full = f"{m_name}.{name}".lstrip(".")
@@ -91,9 +91,8 @@ def param_groups(
             seen.add(id(p))
             part = max((k for k in lr_of if full.startswith(k)), key=len, default="")
             decay = name == "weight" and isinstance(m, (nn.Linear, nn.Conv2d))
-            g = groups.setdefault((part, decay), dict(name=f"{part or 'all'}/{'decay' if decay else 'plain'}", params=[],
-                                                      lr=lr_of.get(part, lr), weight_decay=weight_decay if decay else 0.))
-            g["params"].append(p)
+            new = dict(name=f"{part or 'all'}/{'decay' if decay else 'plain'}", params=[], lr=lr_of.get(part, lr))
+            groups.setdefault((part, decay), new | dict(weight_decay=weight_decay if decay else 0.))["params"].append(p)
     if not groups: raise ValueError("the model has no trained parameter; is everything frozen?")
     return list(groups.values())
 

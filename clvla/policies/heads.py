@@ -18,7 +18,7 @@ def masked_mean(
     w = (~pad).to(err.dtype).view(len(pad), *[1]*(err.ndim-3), pad.shape[1], 1).expand_as(err)
     return (err*w).flatten(1).sum(1) / w.flatten(1).sum(1).clamp(min=1)
 
-# %% ../../nbs/policies/21_heads.ipynb #3878b2dc
+# %% ../../nbs/policies/21_heads.ipynb #df3c85c1
 class L1Head(nn.Module):
     "Two-layer regression of the whole chunk."
     def __init__(self,
@@ -36,7 +36,7 @@ class L1Head(nn.Module):
 
     def loss(self, h:Tensor, action:Tensor, pad:Tensor, noise=None, time=None):
         "Absolute error per sample, and the predicted chunk."
-        if noise is not None or time is not None: raise ValueError("an L1 head takes neither noise nor time; its draw() gives None, None")
+        if noise is not None or time is not None: raise ValueError("an L1 head takes neither noise nor time")
         pred = self.sample(h)
         return masked_mean((pred-action).abs(), pad),dict(pred=pred)
 
@@ -50,7 +50,7 @@ def beta_time(
     "Draw times from a shifted Beta(alpha, 1) (eq. 3)."
     return (1-s) + s*torch.rand(shape, generator=generator)**(1/alpha)
 
-# %% ../../nbs/policies/21_heads.ipynb #4e407120
+# %% ../../nbs/policies/21_heads.ipynb #f097aff3
 class FlowHead(nn.Module):
     "Flow matching: a velocity field from noise (t=1) to chunks (t=0)."
     def __init__(self,
@@ -89,10 +89,10 @@ class FlowHead(nn.Module):
     def sample(self, h:Tensor, noise:Tensor)->Tensor:
         "Carry noise (B,H,A) to chunks (B,H,A)."
         x = noise.to(h.device)[:,None]
-        for i in range(self.n_euler): x = x - self.velocity(h, x, x.new_full(x.shape[:2], 1-i/self.n_euler))/self.n_euler
+        for i in range(n := self.n_euler): x = x - self.velocity(h, x, x.new_full(x.shape[:2], 1-i/n))/n
         return x[:,0]
 
-# %% ../../nbs/policies/21_heads.ipynb #54a21dd4
+# %% ../../nbs/policies/21_heads.ipynb #62f0daa7
 def check_noise(
     noise:Tensor,  # (B,n,H,A)
     time:Tensor,   # (B,n)
@@ -100,9 +100,10 @@ def check_noise(
     device         # where the model is
 )->tuple:          # noise and time on `device`
     "Raise ValueError when noise or time is missing or does not fit the actions."
-    if noise is None or time is None: raise ValueError("a flow head needs noise and time together; take both from policy.draw(B)")
+    if noise is None or time is None:
+        raise ValueError("a flow head needs noise and time together; take both from policy.draw(B)")
     B,n = time.shape
     if tuple(noise.shape) != (B, n, *action.shape[1:]) or B != len(action):
-        raise ValueError(f"noise {tuple(noise.shape)} and time {tuple(time.shape)} do not fit actions {tuple(action.shape)}; "
-                         "expected (B,n,H,A) and (B,n), as policy.draw(B) gives them")
+        raise ValueError(f"noise {tuple(noise.shape)} and time {tuple(time.shape)} do not fit actions "
+                         f"{tuple(action.shape)}; expected (B,n,H,A) and (B,n), as policy.draw(B) gives them")
     return noise.to(device),time.to(device)

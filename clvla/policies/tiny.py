@@ -14,7 +14,7 @@ from ..core import IMAGE, PROMPT, STATE, Registry
 from .base import Policy, check_obs
 from .heads import FlowHead, L1Head
 
-# %% ../../nbs/policies/23_tiny.ipynb #a12aec4e
+# %% ../../nbs/policies/23_tiny.ipynb #53ca238f
 @functools.lru_cache(maxsize=4096)
 def word_ids(
     sentence:str, # an instruction
@@ -31,7 +31,8 @@ def hash_words(
     "Row numbers for a batch of sentences."
     rows = [word_ids(p, n_rows) for p in prompts]
     L = max(map(len, rows), default=0)
-    if L > max_words: raise ValueError(f"an instruction has {L} words, the policy reads at most {max_words}; shorten it or raise max_words")
+    if L > max_words:
+        raise ValueError(f"an instruction has {L} words, the policy reads {max_words}; shorten it or raise max_words")
     return torch.tensor([[*r, *[0]*(L-len(r))] for r in rows], dtype=torch.long).view(len(rows), L)
 
 # %% ../../nbs/policies/23_tiny.ipynb #e07df26c
@@ -57,13 +58,14 @@ class Eye(nn.Module):
         f = self.conv(x.float()/127.5 - 1)
         return torch.cat([self.patch(f).flatten(2).mT, self.kp(self.where(f))[:,None]], 1) + self.pos
 
-# %% ../../nbs/policies/23_tiny.ipynb #fd0ec1fc
+# %% ../../nbs/policies/23_tiny.ipynb #1994da80
 class Block(nn.Module):
     "Pre-norm attention and MLP."
     def __init__(self, D:int, n_heads:int=4):
         super().__init__(); self.n_heads = n_heads
         self.norm1,self.q,self.kv,self.o = nn.LayerNorm(D),nn.Linear(D, D),nn.Linear(D, 2*D),nn.Linear(D, D)
-        self.norm2,self.mlp = nn.LayerNorm(D),nn.Sequential(nn.Linear(D, 4*D), nn.GELU(approximate="tanh"), nn.Linear(4*D, D))
+        self.norm2 = nn.LayerNorm(D)
+        self.mlp = nn.Sequential(nn.Linear(D, 4*D), nn.GELU(approximate="tanh"), nn.Linear(4*D, D))
 
     def forward(self,
         x:Tensor,          # (B,M,D)
@@ -76,7 +78,7 @@ class Block(nn.Module):
         x = x[:,:rows] + self.o(scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
-# %% ../../nbs/policies/23_tiny.ipynb #0cc42772
+# %% ../../nbs/policies/23_tiny.ipynb #ffe2095d
 heads = Registry("head", flow=FlowHead, l1=L1Head)
 
 class Tiny(Policy):
@@ -93,33 +95,31 @@ class Tiny(Policy):
         n_rows:int=512,           # rows of the word table
         max_words:int=32          # longest sentence
     ):
-        if image_size not in range(32, 97, 16): raise ValueError(f"image_size is {image_size}; tiny reads 32, 48, 64, 80 or 96 pixels")
+        if image_size not in range(32, 97, 16): raise ValueError(f"image_size {image_size} is not 32, 48, 64, 80 or 96")
         super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
                               cameras=list(cameras), D=D, n_blocks=n_blocks, n_rows=n_rows, max_words=max_words))
-        self.cameras,self.n_rows,self.max_words,self.image_size,self.state_dim = tuple(cameras),n_rows,max_words,image_size,state_dim
-        self.eyes = nn.ModuleList(Eye(image_size, D) for _ in cameras)
+        self.cameras,self.eyes = tuple(cameras),nn.ModuleList(Eye(image_size, D) for _ in cameras)
         self.words,self.pos = nn.Embedding(n_rows, D),nn.Parameter(.02*torch.randn(max_words, D))
         nn.init.normal_(self.words.weight, std=.3)
         self.state = nn.Sequential(nn.Linear(state_dim, D), nn.GELU(), nn.Linear(D, D))
         self.query = nn.Parameter(.02*torch.randn(D))
-        self.blocks,self.norm = nn.ModuleList(Block(D) for _ in range(n_blocks)),nn.LayerNorm(D)
-        self.head = heads[head](D, H, action_dim)
+        self.blocks = nn.ModuleList(Block(D) for _ in range(n_blocks))
+        self.norm,self.head = nn.LayerNorm(D),heads[head](D, H, action_dim)
 
     def tokens(self, obs:dict)->tuple:
         "All tokens (B,M,D) before the first block, and the mask of those that may be looked at."
-        check_obs(obs, self.cameras, self.image_size, self.state_dim)
-        dev,B = self.query.device,len(obs[STATE])
-        ids = hash_words(obs[PROMPT], self.n_rows, self.max_words).to(dev)
-        x = torch.cat([self.query.expand(B, 1, -1), self.state(obs[STATE])[:,None], self.words(ids) + self.pos[:ids.shape[1]],
-                       *[eye(obs[k]) for eye,k in zip(self.eyes, self.cameras)]], 1)
-        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=dev); mask[:,2:2+ids.shape[1]] = ids > 0
+        c = self.config; check_obs(obs, self.cameras, c["image_size"], c["state_dim"])
+        ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(self.query.device); L = ids.shape[1]
+        x = torch.cat([self.query.expand(len(ids), 1, -1), self.state(obs[STATE])[:,None],
+                       self.words(ids) + self.pos[:L], *[eye(obs[k]) for eye,k in zip(self.eyes, self.cameras)]], 1)
+        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device); mask[:,2:2+L] = ids > 0
         return x,mask[:,None,None]
 
     def blocks_on(self, obs:dict, rows:int|None)->Tensor:
         "The first `rows` tokens after the last block (all if None)."
         x,mask = self.tokens(obs)
-        for i,b in enumerate(self.blocks): x = b(x, mask, rows if i == len(self.blocks)-1 else None)
-        return self.norm(x)
+        for b in self.blocks[:-1]: x = b(x, mask)
+        return self.norm(self.blocks[-1](x, mask, rows))
 
     def context(self, obs:dict)->Tensor: return self.blocks_on(obs, 1)[:,0]
     def features(self, obs:dict)->Tensor: return self.blocks_on(obs, None)

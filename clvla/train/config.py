@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from ..core import closest, config_from, config_json, read_json
 
-# %% ../../nbs/train/50_config.ipynb #3b69a4e1
+# %% ../../nbs/train/50_config.ipynb #951be1b4
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     "Everything that decides what a continual-learning run computes."
@@ -42,7 +42,7 @@ class RunConfig:
     reset_optimizer:bool = True # a new AdamW for each task, or moments carried on
     precision:str = "no"        # no, bf16 or fp16
     device:str = "auto"         # auto, cpu or cuda
-    threads:int = 2             # torch threads of the training process
+    threads:int = 1             # torch threads of the training process
     image_size:int = 48         # h = w, pixels
     chunk:int = 8               # H, actions per prediction, all of them executed
     stats:str = "global"        # statistics from all tasks (global) or frozen after the first (first)

@@ -5,22 +5,20 @@
 # %% auto #0
 __all__ = ['POOL_SEED', 'Job', 'save', 'restore', 'cells', 'train_cl']
 
-# %% ../../nbs/train/56_job.ipynb #8b81da14
+# %% ../../nbs/train/56_job.ipynb #8136cded
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 import torch
 from fastcore.basics import patch
 from ..cl.all import make_algo
 from ..core import config_json, read_json, write_json
 from ..data.loader import TaskData
-from ..data.stats import Processor
-from ..data.streams import stream_from, stream_json
+from ..data.streams import stream_json
 from ..eval.metrics import record_key
 from ..eval.rollout import evaluate, film_firsts, make_eval_pool
-from ..policies.all import load_policy, make_policy
+from ..policies.all import make_policy
 from ..policies.base import load_weights, save_policy
-from .checkpoint import check_checkpoint, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import RunConfig, resolve
 from .launch import emit
 from .prepare import algo_arguments, check, make_processor, prepare

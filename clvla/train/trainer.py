@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['lr_factor', 'set_lr', 'make_optimizer', 'Trainer']
 
-# %% ../../nbs/train/53_trainer.ipynb #65652482
+# %% ../../nbs/train/53_trainer.ipynb #dae15cf7
 import math, time
 from collections import Counter
 from contextlib import nullcontext
@@ -17,6 +17,7 @@ from ..batch import rng_state, set_rng_state, torch_rng
 from ..core import TASK_ID
 from ..cl.base import CLContext, call_hook, cl_step, scope_ids, unwrap_optimizer
 from ..data.loader import TaskLoader
+from ..policies.base import param_groups
 from ..policies.ema import EMA
 from .config import RunConfig
 
@@ -31,7 +32,7 @@ def lr_factor(
     if step < warmup: return (step+1)/warmup
     return floor + (1-floor)*.5*(1+math.cos(math.pi*min(1., (step-warmup)/max(1, n_steps-1-warmup))))
 
-# %% ../../nbs/train/53_trainer.ipynb #5c809a61
+# %% ../../nbs/train/53_trainer.ipynb #2a4de6fe
 def set_lr(
     opt,         # an optimizer whose groups hold `peak` and `floor`
     step:int,    # update inside the task
@@ -46,10 +47,11 @@ def make_optimizer(
     policy,        # its trained parameters are optimised; frozen ones stay out
     cfg:RunConfig  # lr, lr_floor, weight_decay
 ):                 # AdamW
-    "AdamW over the trained parameters; ValueError when there are none."
-    ps = [p for p in policy.parameters() if p.requires_grad]
-    if not ps: raise ValueError("the policy has no trained parameter; is everything frozen?")
-    return torch.optim.AdamW([dict(params=ps, peak=cfg.lr, floor=cfg.lr_floor)], lr=cfg.lr, weight_decay=cfg.weight_decay)
+    "AdamW over the trained parameters, weight decay on matrices only; ValueError when there are none."
+    if not any(p.requires_grad for p in policy.parameters()):
+        raise ValueError("the policy has no trained parameter; is everything frozen?")
+    groups = [g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in param_groups(policy, cfg.lr, cfg.weight_decay)]
+    return torch.optim.AdamW(groups)
 
 # %% ../../nbs/train/53_trainer.ipynb #9f1f150c
 class Trainer:

@@ -1,0 +1,466 @@
+"""Continual learning: sampling laws, the order of hooks, MIR's score and its traces, EWC against known answers, exact state."""
+from copy import deepcopy
+import numpy as np, pytest, torch
+from clvla.batch import load_state, save_state, take, torch_rng
+from clvla.cl.all import algos, make_algo
+from clvla.cl.base import CLAlgorithm, CLContext, Compose, call_hook, cl_step, flatten, unflatten, unwrap_optimizer
+from clvla.cl.buffer import Reservoir, TaskBuffer, check_choice, check_count, draw_positions, quotas, slots
+from clvla.cl.er import ER, n_replay
+from clvla.cl.ewc import EWC, check_finite, fisher
+from clvla.cl.mir import MIR, adamw_step, interference, rank_correlation, true_change
+from clvla.cl.quick import QuickLoader, quick_context, quick_losses, quick_run, quick_stream, quick_task
+from clvla.cl.sequential import Sequential
+from clvla.core import INDEX, STATE, TASK_ID
+
+torch.set_num_threads(1)
+STREAM = quick_stream(0)
+
+
+def filled(n=50, **kw):
+    "A buffer with the tasks of the stream."
+    buf = TaskBuffer(n, **kw)
+    for t in STREAM.ids: buf.add_task(t, STREAM.train)
+    return buf
+
+
+# --- replay
+@pytest.mark.parametrize("sampling", ["balanced", "rotating"])
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_task_equally_often_at_any_number_of_slots(sampling, n):
+    steps = 1500 if sampling == "balanced" else 100
+    for T in range(1, 21):
+        rng,turn,total = np.random.default_rng(1000*n+T),0,np.zeros(T)
+        for _ in range(steps):
+            k = slots(n, T, sampling, rng, turn); turn = (turn+n)%T
+            assert k.sum() == n and k.max()-k.min() <= 1
+            total += k
+        p = (n%T)/T
+        chi2 = ((total-steps*n/T)**2).sum()/(steps*p*(1-p))*(T-1)/T if p and T > 1 else 0.
+        if sampling == "rotating": assert total.max()-total.min() <= 1
+        else:
+            assert chi2 < (T-1) + 5*np.sqrt(2*(T-1)) + 6
+            assert np.abs(total-steps*n/T).max() <= 4*np.sqrt(steps*p*(1-p)) + 1e-9
+
+def test_a_task_with_one_frame_keeps_its_share_and_none_is_an_error():
+    class Data:
+        def n_frames(self, t): return {"a": 100, "b": 1, "c": 0}[t]
+    buf = TaskBuffer(10)
+    buf.add_task("a", Data()); buf.add_task("b", Data())
+    drawn = [t for _ in range(200) for t,_ in buf.draw(3)]
+    assert abs(drawn.count("b")/600 - .5) < .06
+    with pytest.raises(ValueError, match="no frames to remember"): buf.add_task("c", Data())
+
+def test_uniform_is_proportional_and_without_replacement():
+    class Data:
+        def n_frames(self, t): return {"a": 30, "b": 10}[t]
+    buf = TaskBuffer(None, "uniform")
+    for t in "ab": buf.add_task(t, Data())
+    assert len(set(buf.draw(40))) == 40 and len(set(buf.draw(7))) == 7
+    count = sum(t == "a" for _ in range(2000) for t,_ in buf.draw(4))
+    assert abs(count/8000 - .75) < 3*np.sqrt(.75*.25/8000)
+    assert np.bincount(draw_positions(5, 13, np.random.default_rng(0))).tolist().count(3) == 3
+
+@pytest.mark.parametrize("B", range(1, 20))
+@pytest.mark.parametrize("ratio", [0, .1, .3, .5, .99])
+def test_count_of_replayed_samples(B, ratio):
+    n = n_replay(B, ratio)
+    assert n == min(round(B*ratio), B-1) and 0 <= n < B
+    er = ER(replay_ratio=ratio)
+    assert er.n_task_samples(B) == B                      # nothing to replay yet
+    er.buf = filled()
+    assert er.n_task_samples(B) == B-n
+
+@pytest.mark.parametrize("given", [7, 10])
+def test_replay_goes_behind_the_current_samples_and_leaves_them_alone(given):
+    er,ctx = ER(replay_ratio=.3),quick_context(STREAM)
+    er.buf.add_task("task0", STREAM.train)
+    ctx.batch_size = 10
+    batch = STREAM.train.fetch("task1", range(given)); before = deepcopy(batch)
+    out = er.modify_batch(batch, ctx)
+    assert out[INDEX][:7].tolist() == list(range(7)) and out[TASK_ID] == ["task1"]*7 + ["task0"]*3
+    assert torch.equal(batch[STATE], before[STATE]) and len(batch[TASK_ID]) == given
+
+def test_only_the_samples_that_are_used_are_loaded():
+    er,ctx,asked = ER(replay_ratio=.5),quick_context(STREAM),[]
+    er.buf.add_task("task0", STREAM.train)
+    ctx.loader = QuickLoader(ctx.data, ["task1"]); real = ctx.loader.next
+    ctx.loader.next = lambda n: asked.append(n) or real(n)
+    for _ in range(3): cl_step(er, ctx, B=8)
+    assert asked == [4]*3 and len(ctx.batch[INDEX]) == 8
+
+@pytest.mark.parametrize("ratio", [1, 1., -.1, 2, float("nan")])
+def test_ratio_outside_its_range(ratio):
+    with pytest.raises(ValueError, match=r"replay_ratio must be in \[0,1\)"): ER(replay_ratio=ratio)
+
+@pytest.mark.parametrize("kw", [dict(buffer_size=0), dict(buffer_size=-3), dict(total_size=0), dict(sampling="balance"), dict(store="ref")])
+def test_bad_memory_settings(kw):
+    with pytest.raises(ValueError): ER(**kw)
+
+def test_memory_too_small_for_one_sample_a_task_is_told_at_the_start():
+    with pytest.raises(ValueError, match="too small for 3 tasks"): quick_run(ER(total_size=2), STREAM, steps=1)
+
+def test_kept_samples_are_distinct_reproducible_bounded():
+    a,b,c = filled(seed=1),filled(seed=1),filled(seed=2)
+    for t in STREAM.ids:
+        assert len(set(a.frames[t].tolist())) == 50 and a.frames[t].tolist() == b.frames[t].tolist() != c.frames[t].tolist()
+    assert [len(v) for v in filled(None, total_size=200).frames.values()] == [67, 67, 66]
+    assert quotas(7, 200, 28) == [28]*7 and len(filled(10**6)) == 3*400
+
+def test_kept_samples_are_uniform():
+    count = np.zeros(400)
+    for s in range(800):
+        buf = TaskBuffer(None, total_size=120, seed=s)
+        for t in STREAM.ids: buf.add_task(t, STREAM.train)
+        count[buf.frames["task0"]] += 1
+    e = 800*40/400
+    assert ((count-e)**2/e).sum()/(1-.1) < 399 + 4*np.sqrt(2*399)
+
+def test_references_and_values_give_the_same_batches():
+    refs,values = filled(sampling="uniform"),filled(sampling="uniform", store="values")
+    for _ in range(20):
+        a,b = refs.sample(9, STREAM.train),values.sample(9, None)
+        assert torch.equal(a[STATE], b[STATE]) and a[TASK_ID] == b[TASK_ID]
+
+def test_processes_hold_one_memory_and_share_a_draw():
+    bufs = [filled(seed=4) for _ in range(3)]
+    got = [list(zip(b[TASK_ID], b[INDEX].tolist())) for r,buf in enumerate(bufs) for b in [buf.sample(10, STREAM.train, r, 3)]]
+    assert len({x for g in got for x in g}) == 30 and len({str(b.state_dict()["rng"]) for b in bufs}) == 1
+
+def test_reservoir_keeps_each_item_with_the_same_probability():
+    kept = np.zeros(20)
+    for s in range(3000):
+        r = Reservoir(5, seed=s)
+        for i in range(20): r.add(i)
+        assert len(set(r.items)) == 5
+        kept[r.items] += 1
+    assert ((kept-750)**2/750).sum()/(1-5/20) < 43.8      # p > .001 at 19 degrees of freedom
+
+
+# --- state
+@pytest.mark.parametrize("kw", [dict(sampling=s, store=v) for s in ("balanced", "rotating", "uniform") for v in ("refs", "values")])
+def test_memory_state_gives_identical_next_100_batches(kw, tmp_path):
+    a,b = filled(**kw),TaskBuffer(50, **kw, seed=9)
+    for _ in range(7): a.draw(4)
+    save_state(tmp_path/"s", a.state_dict()); b.load_state_dict(load_state(tmp_path/"s"))
+    for _ in range(100): assert torch.equal(a.sample(4, STREAM.train)[STATE], b.sample(4, STREAM.train)[STATE])
+
+RESUMED = {"er": {}, "mir": dict(refresh=7), "mir cache": dict(refresh=7, between="cache"), "ewc": dict(n_batches=1), "ewc online": dict(mode="online", n_batches=1),
+           "sequential": {}, "joint": {}, "cumulative": {}}
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_in_the_middle_of_a_task_is_bit_exact(name, tmp_path):
+    make = lambda: make_algo(name.split()[0], seed=3, **RESUMED[name])
+    algo,ctx = make(),quick_context(STREAM, head="flow")
+    quick_task(algo, ctx, 0, steps=12, B=8)
+    quick_task(algo, ctx, 1, steps=10, B=8)
+    save_state(tmp_path/"s", algo.state_dict())
+    other,copy = make(),quick_context(STREAM, head="flow")
+    other.load_state_dict(load_state(tmp_path/"s"))
+    copy.raw_model.load_state_dict(ctx.raw_model.state_dict()); copy.optimizer.load_state_dict(deepcopy(ctx.optimizer.state_dict()))
+    copy.generator.set_state(ctx.generator.get_state()); copy.loader = QuickLoader(copy.data, ctx.loader.task_ids, 0, "stage 1")
+    copy.loader.load_state_dict(ctx.loader.state_dict()); copy.task_id,copy.t,copy.step = ctx.task_id,ctx.t,ctx.step
+    for _ in range(100):
+        assert torch.equal(cl_step(algo, ctx, 8), cl_step(other, copy, 8))
+        assert torch.equal(ctx.batch[INDEX], copy.batch[INDEX]) and ctx.batch[TASK_ID] == copy.batch[TASK_ID]
+    assert torch.equal(flatten(ctx.params().values()), flatten(copy.params().values()))
+    assert algo.metrics() == other.metrics()
+
+
+# --- hooks
+class Recorder(CLAlgorithm):
+    "Writes down each hook, and the weights at that moment."
+    def __init__(self): self.log = []
+    def note(self, hook, ctx): self.log.append((hook, ctx.t, ctx.step, flatten(ctx.params().values()).detach().clone(), float(ctx.grads().norm())))
+    def on_task_start(self, ctx): self.note("on_task_start", ctx)
+    def observe(self, batch, ctx): self.note("observe", ctx)
+    def modify_batch(self, batch, ctx): self.note("modify_batch", ctx); return batch
+    def compute_penalty(self, ctx): self.note("compute_penalty", ctx); assert ctx.out is not None and ctx.batch is not None
+    def after_backward(self, ctx): self.note("after_backward", ctx)
+    def after_step(self, ctx): self.note("after_step", ctx)
+    def on_task_end(self, ctx): self.note("on_task_end", ctx)
+
+@pytest.mark.parametrize("n_micro", [1, 3])
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_hook_order_for_two_tasks_of_three_steps(n_micro, accelerated):
+    rec,ctx = Recorder(),quick_context(STREAM)
+    ctx.max_norm = 1e-3
+    if accelerated:
+        from accelerate import Accelerator
+        acc = Accelerator(cpu=True); model,opt = acc.prepare(ctx.raw_model, ctx.optimizer)
+        ctx = CLContext(raw_model=acc.unwrap_model(model), model=model, optimizer=opt, accelerator=acc, stream=STREAM, data=STREAM.train,
+                        max_norm=1e-3, generator=ctx.generator)
+        assert isinstance(ctx.raw_optimizer, torch.optim.AdamW) and (ctx.rank, ctx.world) == (0, 1)
+    for t in range(2):
+        ctx.t,ctx.task_id,ctx.step,ctx.loader = t,STREAM.ids[t],0,QuickLoader(ctx.data, [STREAM.ids[t]])
+        rec.on_task_start(ctx)
+        for _ in range(3): cl_step(rec, ctx, B=4, n_micro=n_micro)
+        rec.on_task_end(ctx)
+    step = ["observe", "modify_batch", "compute_penalty"]*n_micro + ["after_backward", "after_step"]
+    assert [x[0] for x in rec.log] == (["on_task_start"] + step*3 + ["on_task_end"])*2
+    by = lambda hook: [x for x in rec.log if x[0] == hook]
+    for back,step in zip(by("after_backward"), by("after_step")):
+        assert back[4] > 1e-2 and abs(step[4]-1e-3) < 1e-5            # complete and unclipped before, clipped after
+        assert not torch.equal(back[3], step[3])                      # the update lies between the two
+    assert torch.equal(by("observe")[0][3], by("after_backward")[0][3])
+
+def test_accumulation_is_the_gradient_of_the_whole_batch():
+    ends = []
+    for n_micro,B in ((1, 12), (3, 4)):
+        ctx = quick_context(STREAM); ctx.loader = QuickLoader(ctx.data, ["task0"])
+        for _ in range(5): cl_step(None, ctx, B, n_micro)
+        ends.append(flatten(ctx.params().values()).detach())
+    assert torch.allclose(*ends, atol=1e-5)
+
+@pytest.mark.parametrize("algo", [lambda: CLAlgorithm(), lambda: Sequential(), lambda: Compose(), lambda: Compose(Sequential(), Sequential()),
+                                  lambda: ER(replay_ratio=0), lambda: EWC(lam=0, n_batches=1), lambda: MIR(replay_ratio=0)])
+def test_no_op_algorithms_equal_none_bit_for_bit(algo):
+    assert (quick_run(None, STREAM, "flow", steps=8) == quick_run(algo(), STREAM, "flow", steps=8)).all()
+
+def test_same_seed_same_metrics():
+    runs = []
+    for _ in range(2):
+        algo = MIR(refresh=5, seed=2); runs.append((quick_run(algo, STREAM, "flow", steps=12).tolist(), algo.metrics()))
+    assert runs[0] == runs[1]
+
+def test_compose_adds_slots_and_penalties():
+    both,ctx = Compose(ER(replay_ratio=.25), EWC(n_batches=1)),quick_context(STREAM)
+    for t in range(2): quick_task(both, ctx, t, steps=5, B=8)
+    assert both.n_task_samples(8) == 6 and float(ctx.penalty.detach()) > 0 and {"er/buffer", "ewc/penalty"} <= set(both.metrics())
+    with pytest.raises(ValueError, match="lower their replay_ratio"):
+        er = ER(replay_ratio=.6); er.buf = filled(); Compose(er, er).n_task_samples(10)
+    with pytest.raises(ValueError, match="cannot share one loader"): Compose(make_algo("joint"), make_algo("cumulative"))
+
+def test_an_exception_says_where_it_was_raised():
+    class Bad(CLAlgorithm):
+        def after_step(self, ctx): raise KeyError("x")
+    with pytest.raises(KeyError) as e: quick_task(Bad(), quick_context(STREAM), 1, steps=1)
+    assert e.value.__notes__ == ["in Bad.after_step, task 'task1', step 0"]
+
+def test_small_checks():
+    ctx = quick_context(STREAM)
+    assert unwrap_optimizer(ctx.optimizer) is ctx.optimizer and call_hook(Sequential(), "compute_penalty", ctx) is None
+    for bad in (0, 1.5, True, "3"):
+        with pytest.raises(ValueError, match="n must be a whole number"): check_count("n", bad)
+    with pytest.raises(ValueError, match="must be one of 'a', 'b', found 'c'"): check_choice("x", "c", "ab")
+    with pytest.raises(RuntimeError, match="'w' is not finite"): check_finite(torch.tensor([1., float("inf")]), {"w": torch.zeros(2)})
+
+def test_an_algorithm_that_tracks_no_parameter_says_so():
+    for name in ("mir", "ewc"):
+        ctx = quick_context(STREAM); ctx.raw_model.requires_grad_(False)
+        with pytest.raises(ValueError, match="no trained parameter"): quick_task(make_algo(name), ctx, 0, steps=1)
+
+
+# --- MIR
+def second_task(head, seed=0, steps=15):
+    "A context a little into the second task."
+    ctx = quick_context(quick_stream(seed), head, seed)
+    quick_task(None, ctx, 0, steps=100); quick_task(None, ctx, 1, steps=steps)
+    return ctx, ctx.loader.next(22)
+
+@pytest.mark.parametrize("head", ["l1", "mse", "flow"])
+def test_score_ranks_like_the_true_change(head):
+    r = []
+    for seed in range(3):
+        ctx,current = second_task(head, seed)
+        old = ctx.data.fetch("task0", range(64))
+        r.append(rank_correlation(interference(ctx, current, old, torch_rng(1, "a")), true_change(ctx, current, old, torch_rng(2, "b"))))
+    assert np.mean(r) >= .8, r
+
+class Lookup(torch.nn.Module):
+    "One weight for each of 32 situations, shared by the conflicting half."
+    def __init__(self): super().__init__(); self.w = torch.nn.Parameter(torch.zeros(32)); self.register_buffer("calls", torch.zeros(()))
+    def draw(self, B, generator): return None, None
+    def forward(self, batch, *, noise=None, time=None, reduction="mean", generator=None):
+        self.calls += 1
+        if self.training: torch.rand(1)
+        loss = (self.w[batch["x"]] - batch["y"])**2
+        if "bad" in batch: raise RuntimeError("boom")
+        return (loss.mean() if reduction == "mean" else loss), {}
+
+@pytest.mark.parametrize("opt", [lambda p: torch.optim.SGD(p, .1), lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.)])
+def test_oracle_conflict_is_found(opt):
+    model = Lookup(); ctx = CLContext(raw_model=model, optimizer=opt(model.parameters()))
+    current = dict(x=torch.arange(8).repeat(4), y=torch.ones(32))        # pulls weights 0..7 up
+    x = torch.randperm(32, generator=torch_rng(0, "x")); old = dict(x=x, y=-torch.ones(32))
+    top = interference(ctx, current, old, torch_rng(0, "n")).topk(8).indices
+    assert (x[top] < 8).float().mean() >= .9
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_scoring_leaves_no_trace(raises, training):
+    model = Lookup().train(training); opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    model.w.grad = torch.ones(32); opt.step()
+    ctx = CLContext(raw_model=model, optimizer=opt, max_norm=1.)
+    before = deepcopy((model.state_dict(), opt.state_dict())),torch.get_rng_state(),model.w.grad.clone()
+    old = dict(x=torch.arange(4), y=torch.ones(4)) | (dict(bad=[1]*4) if raises else {})
+    current = dict(x=torch.arange(4), y=torch.ones(4))
+    if raises:
+        with pytest.raises(RuntimeError, match="boom"): interference(ctx, current, old, torch_rng(0, "n"))
+    else: interference(ctx, current, old, torch_rng(0, "n"))
+    assert all(torch.equal(v, before[0][0][k]) for k,v in model.state_dict().items())
+    assert torch.equal(opt.state_dict()["state"][0]["exp_avg"], before[0][1]["state"][0]["exp_avg"])
+    assert torch.equal(torch.get_rng_state(), before[1]) and torch.equal(model.w.grad, before[2]) and model.training == training
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_adamw_step_is_torchs(steps):
+    p = torch.nn.Parameter(torch.randn(50, generator=torch_rng(0, "p"))); opt = torch.optim.AdamW([p], 1e-2, weight_decay=.1)
+    for k in range(steps): p.grad = torch.randn(50, generator=torch_rng(0, k)); opt.step()
+    g = torch.randn(50, generator=torch_rng(0, "g"))
+    ahead = adamw_step(p.detach(), g, opt.param_groups[0], opt.state[p] if p in opt.state else {})
+    p.grad = g; opt.step()
+    assert torch.allclose(ahead, p.detach(), atol=1e-6)
+
+def test_refused_optimizers():
+    model = Lookup(); batch = dict(x=torch.arange(4), y=torch.ones(4))
+    for opt in (torch.optim.RMSprop(model.parameters(), 1e-2), torch.optim.AdamW(model.parameters(), 1e-2, amsgrad=True)):
+        with pytest.raises(ValueError, match="AdamW .* and SGD"):
+            interference(CLContext(raw_model=model, optimizer=opt), batch, batch, torch_rng(0, "n"))
+
+def test_frozen_parameters_stay_out_and_bf16_works():
+    ctx,current = second_task("flow")
+    ctx.raw_model.net[0].requires_grad_(False)
+    assert len(interference(ctx, current, ctx.data.fetch("task0", range(5)), torch_rng(0, "n"))) == 5
+    ctx.raw_model.requires_grad_(True).bfloat16()
+    ctx.optimizer = ctx.raw_optimizer = torch.optim.AdamW(ctx.raw_model.parameters(), 1e-2)
+    half = lambda b: {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k,v in b.items()}
+    draw = ctx.raw_model.draw
+    ctx.raw_model.draw = lambda *a: tuple(x.bfloat16() for x in draw(*a))
+    s = interference(ctx, half(current), half(ctx.data.fetch("task0", range(5))), torch_rng(0, "n"))
+    assert s.dtype == torch.float32 and s.isfinite().all() and (s != 0).any()
+
+@pytest.mark.parametrize("steps,refresh", [(20, 1), (20, 7), (20, 20), (20, 21)])
+@pytest.mark.parametrize("between", ["draw", "cache"])
+def test_refresh_count(steps, refresh, between):
+    mir,ctx = MIR(refresh=refresh, between=between),quick_context(STREAM)
+    quick_task(mir, ctx, 0, steps=3); assert mir.n_refresh == 0
+    quick_task(mir, ctx, 1, steps=steps); assert mir.n_refresh == steps//refresh
+
+def test_between_refreshes_draw_keeps_variety_and_cache_does_not():
+    kinds = {}
+    for between in ("draw", "cache"):
+        mir,ctx,seen = MIR(refresh=30, between=between, replay_ratio=.5),quick_context(STREAM),set()
+        quick_task(mir, ctx, 0, steps=3); quick_task(mir, ctx, 1, steps=30)
+        for _ in range(25):
+            cl_step(mir, ctx, 8); seen |= {(t, i) for t,i in zip(ctx.batch[TASK_ID][4:], ctx.batch[INDEX][4:].tolist())}
+        kinds[between] = len(seen)
+    assert kinds["cache"] == 8 and kinds["draw"] > 80
+
+def test_the_worst_candidates_are_replayed_at_a_refresh():
+    mir,ctx = MIR(refresh=1, top_k=8, replay_ratio=.5),quick_context(STREAM)
+    quick_task(mir, ctx, 0, steps=3); quick_task(mir, ctx, 1, steps=2, B=8)
+    got = list(zip(ctx.batch[TASK_ID][4:], ctx.batch[INDEX][4:].tolist()))
+    assert got == [(t, int(mir.buf.frames[t][p])) for t,p in mir.cache[:4]]
+
+def test_cost_in_samples_is_bounded():
+    def passes(algo):
+        ctx,seen = quick_context(STREAM),[]
+        quick_task(algo, ctx, 0, steps=2)
+        ctx.raw_model.net.register_forward_hook(lambda m, x, y: seen.append(len(y)))
+        quick_task(algo, ctx, 1, steps=200); return sum(seen)
+    er = passes(ER())
+    assert passes(MIR(refresh=50)) <= 1.05*er and passes(MIR(refresh=200)) <= 1.02*er
+
+
+# --- EWC
+class Model(torch.nn.Module):
+    "Linear-Gaussian or logistic regression as a policy."
+    def __init__(self, w, kind): super().__init__(); self.w,self.kind = torch.nn.Parameter(w.clone()),kind
+    def draw(self, B, generator): return None, None
+    def forward(self, batch, *, noise=None, time=None, reduction="mean", generator=None):
+        z,y = batch["x"]@self.w,batch["y"]
+        loss = .5*(z-y)**2 if self.kind == "gauss" else torch.nn.functional.binary_cross_entropy_with_logits(z, y, reduction="none")
+        return (loss.mean() if reduction == "mean" else loss), {}
+
+@pytest.mark.parametrize("kind", ["gauss", "logistic"])
+def test_fisher_is_the_analytic_one(kind):
+    g = torch_rng(0, "fisher"); w = torch.tensor([1., -.5, .3])
+    x = torch.randn(2000, 3, generator=g)*torch.tensor([1., 2., .5]); p = torch.sigmoid(x@w)
+    y = x@w + torch.randn(2000, generator=g) if kind == "gauss" else (torch.rand(2000, generator=g) < p).float()
+    ctx = CLContext(raw_model=Model(w, kind), optimizer=None)
+    batches = [dict(x=a, y=b) for a,b in zip(x.split(10), y.split(10))]
+    known = (x**2 if kind == "gauss" else (p*(1-p))[:, None]*x**2).mean(0)
+    assert torch.allclose(fisher(ctx, batches, "sample")/known, torch.ones(3), atol=.2)
+    assert torch.allclose(10*fisher(ctx, batches, "batch")/known, torch.ones(3), atol=.4)
+    grads = (x@w-y if kind == "gauss" else p-y)[:, None]*x               # exact, sample by sample
+    assert torch.allclose(fisher(ctx, batches, "sample"), (grads**2).mean(0), rtol=1e-4)
+    assert torch.allclose(fisher(ctx, batches, "batch"), (grads.view(-1, 10, 3).mean(1)**2).mean(0), rtol=1e-4)
+
+def test_estimation_changes_nothing():
+    ctx = quick_context(STREAM, head="flow"); quick_task(None, ctx, 0, steps=5)
+    for p in ctx.params().values(): p.grad = torch.full_like(p, 3.)
+    before = deepcopy((ctx.raw_model.state_dict(), ctx.optimizer.state_dict())),torch.get_rng_state(),ctx.loader.state_dict()
+    for form in ("sample", "batch"): fisher(ctx, ctx.loader.sample_batches(2, 4, "fisher"), form, torch_rng(0, "n"))
+    assert all(torch.equal(v, before[0][0][k]) for k,v in ctx.raw_model.state_dict().items())
+    for i,s in ctx.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(v, before[0][1]["state"][i][k]) for k,v in s.items())
+    assert torch.equal(torch.get_rng_state(), before[1]) and ctx.loader.state_dict() == before[2]
+    assert ctx.raw_model.training and (ctx.grads() == 3).all()
+
+def test_same_generator_same_fisher():
+    ctx = quick_context(STREAM, head="flow"); b = [STREAM.train.fetch("task0", range(6))]
+    assert torch.equal(*[fisher(ctx, b, "sample", torch_rng(0, "n")) for _ in range(2)])
+
+def test_penalty_and_its_gradient():
+    ewc,ctx = EWC(lam=3., n_batches=1),quick_context(STREAM)
+    quick_task(ewc, ctx, 0, steps=5)
+    ps = ctx.params(); anchor = flatten(ps.values()).detach().clone()
+    assert ewc.compute_penalty(ctx).item() == 0
+    d = torch.randn(len(anchor), generator=torch_rng(0, "d"))*.1
+    with torch.no_grad(): [p.copy_(v) for p,v in zip(ps.values(), unflatten(anchor+d, ps).values())]
+    pen = ewc.compute_penalty(ctx)
+    assert torch.allclose(pen, 1.5*(ewc.F*d*d).sum(), rtol=1e-4)
+    assert torch.allclose(flatten(torch.autograd.grad(pen, list(ps.values()))), 3*ewc.F*d, rtol=1e-3, atol=1e-6)
+    assert abs(float(ewc.F.mean())-1) < .05 and ewc.F.max() <= 100
+
+def test_separate_springs_are_the_sum_and_online_ones_fade():
+    g = torch_rng(0, "springs"); Fs,As = torch.rand(4, 30, generator=g),torch.randn(4, 30, generator=g)
+    Fs[1, :5] = 0; w = torch.randn(30, generator=g)
+    sep,on = EWC(mode="separate"),EWC(mode="online", gamma=.7)
+    for F,a in zip(Fs, As): sep.add(F, a, ["w"]); on.add(F, a, ["w"])
+    whole = (sep.F*(w-sep.anchor)**2).sum() + sep.rest
+    assert torch.allclose(whole, sum((F*(w-a)**2).sum() for F,a in zip(Fs, As)), rtol=1e-4)
+    assert torch.allclose(on.F, sum(.7**(3-k)*F for k,F in enumerate(Fs))) and torch.equal(on.anchor, As[3])
+
+def test_resume_gives_the_same_penalty(tmp_path):
+    ewc,ctx = EWC(n_batches=1),quick_context(STREAM)
+    for t in range(2): quick_task(ewc, ctx, t, steps=5)
+    quick_task(None, ctx, 2, steps=5)
+    save_state(tmp_path/"s", ewc.state_dict()); other = EWC(n_batches=1); other.load_state_dict(load_state(tmp_path/"s"))
+    a,b = ewc.compute_penalty(ctx).item(),other.compute_penalty(ctx).item()
+    assert a > 0 and abs(a-b) <= 1e-6*a
+
+def test_stiffness_to_its_limits():
+    def moved(lam):
+        ewc,ctx = EWC(lam=lam, n_batches=1),quick_context(STREAM)
+        quick_task(ewc, ctx, 0, steps=60); a = flatten(ctx.params().values()).detach().clone()
+        quick_task(ewc, ctx, 1, steps=60); return float((ewc.F*(flatten(ctx.params().values()).detach()-a)**2).mean())
+    far = [moved(lam) for lam in (0., 1., 1e4)]
+    assert far[0] > far[1] > far[2] and far[0] > 10*far[2], far
+
+def test_nan_names_the_parameter():
+    ctx = quick_context(STREAM); ctx.raw_model.net[4].bias.data[0] = float("nan")
+    with pytest.raises(RuntimeError, match="'net.0.weight' is not finite"): fisher(ctx, [STREAM.train.fetch("task0", range(3))])
+
+def test_springs_of_other_parameters_are_refused():
+    ewc,ctx = EWC(n_batches=1),quick_context(STREAM); quick_task(ewc, ctx, 0, steps=2)
+    ctx.raw_model.net[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="net.0.weight"): quick_task(ewc, ctx, 1, steps=1)
+
+
+# --- all of them
+@pytest.fixture(scope="module")
+def plain(): return quick_run(None, STREAM, steps=60)
+
+@pytest.mark.parametrize("name", [n for n in algos if n != "sequential"])
+def test_forgets_less_than_fine_tuning(name, plain):
+    kw = dict(n_batches=2) if name == "ewc" else {}
+    R = quick_run(make_algo(name, seed=0, **kw), STREAM, steps=60)
+    assert R[2, 0] < .6*plain[2, 0]
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="did you mean 'mir'"): make_algo("mirr")
+    with pytest.raises(ValueError, match="did you mean 'candidates'"): make_algo("mir", candidate=3)
+    with pytest.raises(ValueError, match="top_k=20 is more than candidates=16"): make_algo("mir", top_k=20)
+    for kw in (dict(refresh=0), dict(candidates=-1), dict(n_draws=0), dict(between="never")):
+        with pytest.raises(ValueError): make_algo("mir", **kw)
+    for kw in (dict(mode="offline"), dict(form="mean"), dict(gamma=2), dict(n_batches=0)):
+        with pytest.raises(ValueError): make_algo("ewc", **kw)

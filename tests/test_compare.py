@@ -1,0 +1,65 @@
+"Run folders are compared honestly, and the page that does it runs under papermill."
+import json, subprocess, sys
+from dataclasses import replace
+from pathlib import Path
+import numpy as np, pytest
+from clvla.core import np_rng, write_json
+from clvla.eval.compare import cost_table, group, holm, label, paired_table, read_run, read_runs, summary, versus, wide
+from clvla.eval.stats import mcnemar
+
+ROOT = Path(__file__).resolve().parents[1]; IDS = ["a", "b", "c"]
+
+def write_run(folder, algo, seed, keep, n=10):
+    stages = ["joint"] if algo == "joint" else IDS; luck = np_rng(seed, "luck").random((3, n))
+    recs = [dict(stage=t, after=s, task=IDS[j], trial=i, success=bool(luck[j,i] < .9*keep**(t-j if algo != "joint" else 0)), step=None, seed=seed)
+            for t,s in enumerate(stages) for j in range(3 if algo == "joint" else t+1) for i in range(n)]
+    write_json(folder/"config.json", dict(algo=algo, seed=seed, lr=.1, run_dir=str(folder)))
+    write_json(folder/"stream.json", dict(name="s", tasks=[dict(id=j, name=j, prompt=j) for j in IDS], stages=stages))
+    write_json(folder/"cost.json", dict(seconds=dict(training=10.*seed)))
+    (folder/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in recs))
+
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for algo,keep in dict(sequential=.2, er=.9, joint=1).items():
+        for seed in range(2): write_run(root/f"{algo}-s{seed}", algo, seed, keep)
+    return root
+
+def test_groups_metrics_and_pairs(runs_dir):
+    groups = group(read_runs(f"{runs_dir}/*-s*")); table = summary(groups, n_boot=200)
+    row = table[(table.group == "er") & (table.metric == "ASR")].iloc[0]
+    assert row.value == pytest.approx(np.mean([r.matrix.R[-1].mean() for r in groups["er"]])) and len(row["each"]) == 2
+    assert "not defined" in wide(table).loc["joint", "BWT"]
+    p = paired_table(groups, "sequential", 200).set_index("group")
+    assert p.loc["er", "seeds"] == 2 and p.loc["er", "pairs"] == p.loc["joint", "pairs"] == 60
+    assert p.loc["er", "p"] == mcnemar(p.loc["er", "only_this"], p.loc["er", "only_baseline"]) and p.p_holm.ge(p.p).all()
+    assert cost_table(groups).training.tolist() == [5., 5., 5.]
+
+def test_unshared_seeds_are_not_paired(runs_dir):
+    runs = read_runs(f"{runs_dir}/er-s0,{runs_dir}/sequential-s1"); t = paired_table(group(runs), "sequential")
+    assert label(runs[0], ("algo", "lr")) == "er lr=0.1" and versus(runs[:1], runs[:1], 50)["difference"] == 0
+    assert t.seeds.tolist() == [0] and t.pairs.tolist() == [0]
+
+def test_refusals(runs_dir, tmp_path):
+    runs = read_runs(f"{runs_dir}/er-*"); odd = replace(runs[0], config={**runs[0].config, "lr": .2, "seed": 5})
+    with pytest.raises(ValueError, match="differ in lr"): group(runs+[odd])
+    assert len(group(runs+[odd], ("algo", "lr"))) == 2
+    with pytest.raises(ValueError, match="several runs of one seed"): group(runs+runs)
+    with pytest.raises(ValueError, match="did you mean 'algo'"): group(runs, ("alg",))
+    with pytest.raises(ValueError, match="no folder matches"): read_runs(str(tmp_path/"x*"))
+    with pytest.raises(ValueError, match="lacks config.json"): read_run(tmp_path)
+    with pytest.raises(ValueError, match="not on the same tasks"): group(runs+[replace(runs[0], task_ids=("z",), config={**runs[0].config, "algo": "x"})])
+
+def test_holm(): assert holm([.01, .04, .03, float("nan")])[:3] == pytest.approx([.03, .06, .06])
+
+def papermill(tmp_path, *args):
+    cmd = [sys.executable, "-m", "papermill", str(ROOT/"nbs/compare.ipynb"), str(tmp_path/"page.ipynb"), "--no-progress-bar", *args]
+    return subprocess.run(cmd, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+def test_page(runs_dir, tmp_path):
+    out = papermill(tmp_path, "-p", "runs", f"{runs_dir}/*-s*", "-p", "report", str(tmp_path/"r.html"))
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert (tmp_path/"r.html").stat().st_size > 3e6 and "Paired with the baseline" in (tmp_path/"r.html").read_text()
+
+def test_page_refuses_what_it_does_not_know(runs_dir, tmp_path):
+    out = papermill(tmp_path, "-p", "run", f"{runs_dir}/*"); assert out.returncode != 0 and "did you mean 'runs'" in out.stderr

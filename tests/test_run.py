@@ -1,0 +1,238 @@
+"Whole runs, small: the page and its child, the same seed twice, a stop and a new start, refusals, and what a run leaves behind."
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from clvla.core import read_json
+from clvla.train.checkpoint import check_checkpoint, checkpoints
+from clvla.train.config import RunConfig, resolve
+from clvla.train.job import train_cl
+from clvla.train.run import RunFolder
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, threads=1, n_workers=2,
+             suite=dict(base="mw5", num_tasks=2))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    "Demonstrations are made once for all tests here, by the first run that needs them."
+    return tmp_path_factory.mktemp("data")
+
+
+def config(data, path, **kw):
+    return resolve(RunConfig(data_dir=str(data), run_dir=str(path), **(SMALL | kw)))
+
+
+def facts(run):
+    "What must be equal in two equal runs: losses, episodes, and the hash of every checkpoint file."
+    timeless = [{k: v for k, v in r.items() if k != "seconds"} for r in run.episodes()]
+    logs = [{k: v for k, v in r.items() if not k.startswith("time/")} for r in run.logs()]
+    sums = [read_json(p/"manifest.json")["files"][f] for p in checkpoints(run.path/"checkpoints") for f in ("state.safetensors", "weights.safetensors")]
+    return logs, timeless, sums
+
+
+def page(name, out, *args, env=None):
+    "Execute an experiment page with papermill, as a user does."
+    cmd = [sys.executable, "-m", "papermill", "--no-progress-bar", f"nbs/{name}.ipynb", str(out), *args]
+    return subprocess.run(cmd, cwd=ROOT, capture_output=True, text=True, env=os.environ | (env or {}), timeout=600)
+
+
+@pytest.fixture(scope="module")
+def done(data, tmp_path_factory):
+    "A finished ER run."
+    return train_cl(config(data, tmp_path_factory.mktemp("runs")/"er", algo="er"))
+
+
+def test_a_run_leaves_everything_in_its_folder(done):
+    names = {p.name for p in done.path.iterdir()}
+    assert names >= {"config.json", "versions.json", "stream.json", "dataset_statistics.json", "log.jsonl", "episodes.jsonl", "cost.json",
+                     "checkpoints", "done.json"}
+    assert [(r["stage"], r["task"]) for r in done.episodes()] == [(0, "handle-press"), (1, "handle-press"), (1, "window-close")]
+    points = checkpoints(done.path/"checkpoints")
+    assert [p.name for p in points] == ["000-handle-press", "001-window-close"] and not any(map(check_checkpoint, points))
+    assert not list(done.path.rglob("*.pkl")) and not list(done.path.rglob("*.pt"))
+
+
+def test_steps_count_optimizer_updates(data, tmp_path, done):
+    "With accumulation, an update is the sum of its micro-batches: as many updates as without."
+    other = train_cl(config(data, tmp_path/"acc", algo="er", accumulation=2, evaluate="none"))
+    count = lambda run: [sum("train/loss" in r and r["stage"] == t for r in run.logs()) for t in (0, 1)]
+    assert count(other) == count(done) == [4, 4]
+    drawn = [sum(r["drawn"].values()) for r in done.logs() if "drawn" in r]
+    assert drawn == [32, 32]
+
+
+@pytest.mark.parametrize("algo", ["er", "mir"])
+def test_same_seed_twice_is_the_same_run(data, tmp_path, algo):
+    kw = dict(refresh=2) if algo == "mir" else {}
+    a, b = (train_cl(config(data, tmp_path/n, algo=algo, algo_kw=kw, n_workers=w)) for n, w in (("a", 1), ("b", 2)))
+    assert facts(a) == facts(b)
+
+
+@pytest.mark.parametrize("algo", ["er", "mir", "ewc", "cumulative"])
+def test_stopped_after_a_task_and_started_again(data, tmp_path, algo, monkeypatch):
+    "A crash in the second task, then the same command: equal to the run that was never stopped."
+    whole = train_cl(config(data, tmp_path/"whole", algo=algo, evaluate="none"))
+    cfg, Trainer = config(data, tmp_path/"broken", algo=algo, evaluate="none"), sys.modules["clvla.train.job"].Trainer
+    real = Trainer.report
+
+    def crash(self, ctx, step, *a):
+        real(self, ctx, step, *a)
+        if ctx.t == 1 and step == 2: raise KeyboardInterrupt("power cut")
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, "report", crash)
+        with pytest.raises(KeyboardInterrupt): train_cl(cfg)
+    assert len(checkpoints(Path(cfg.run_dir)/"checkpoints")) == 1
+    assert facts(train_cl(cfg)) == facts(whole)
+
+
+def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, capsys):
+    cfg = config(data, tmp_path/"run", algo="er", evaluate="none")
+    run = train_cl(cfg)
+    before = facts(run)
+    last = checkpoints(run.path/"checkpoints")[-1]
+    (run.path/"done.json").unlink()
+    (last/"weights.safetensors").write_bytes((last/"weights.safetensors").read_bytes()[:-7])
+    again = train_cl(cfg)
+    assert "001-window-close is passed over: weights.safetensors has" in capsys.readouterr().out
+    assert facts(again) == before
+
+
+def test_joint_has_one_stage_and_as_many_updates(data, tmp_path):
+    run = train_cl(config(data, tmp_path/"joint", algo="joint"))
+    assert sum("train/loss" in r for r in run.logs()) == 8
+    assert {(r["stage"], r["after"], r["task"]) for r in run.episodes()} == {(0, "joint", "handle-press"), (0, "joint", "window-close")}
+
+
+def test_full_matrix_and_learning_curve(data, tmp_path):
+    run = train_cl(config(data, tmp_path/"full", algo="sequential", evaluate="full", curve_points=2))
+    at = {(r["stage"], r["task"], r["step"]) for r in run.episodes()}
+    a, b = "handle-press", "window-close"
+    assert at == {(-1, a, None), (-1, b, None), (0, a, 0), (0, a, 2), (0, a, None), (0, b, None), (1, b, 0), (1, b, 2), (1, a, None), (1, b, None)}
+
+
+def test_statistics_of_the_first_task_only(data, tmp_path, done):
+    run = train_cl(config(data, tmp_path/"first", algo="er", stats="first", evaluate="none"))
+    first, pooled = (read_json(r.path/"dataset_statistics.json")["action"]["count"] for r in (run, done))
+    assert first < pooled
+
+
+def test_another_config_in_the_same_folder_is_refused(data, done):
+    with pytest.raises(ValueError, match="seed: 0 -> 1"): train_cl(replace(done.cfg, seed=1))
+    assert train_cl(replace(done.cfg, n_workers=1)).done
+
+
+def test_not_a_number_stops_the_run_at_once(data, tmp_path):
+    with pytest.raises(FloatingPointError, match="task 'handle-press'"):
+        train_cl(config(data, tmp_path/"nan", algo="sequential", lr=1e30, clip=0., warmup=0, steps_per_task=30, evaluate="none"))
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(data, tmp_path, monkeypatch):
+    cfg = config(data, tmp_path/"full", algo="er", evaluate="none")
+    import clvla.train.checkpoint as c
+    real = c.save_state
+
+    def full(path, state):
+        if state["t"] == 2: raise OSError(28, "No space left on device")
+        return real(path, state)
+    with monkeypatch.context() as m:
+        m.setattr(c, "save_state", full)
+        with pytest.raises(OSError, match="No space left"): train_cl(cfg)
+    points = checkpoints(Path(cfg.run_dir)/"checkpoints")
+    assert [p.name for p in points] == ["000-handle-press"] and not check_checkpoint(points[0])
+    assert train_cl(cfg).done
+
+
+@pytest.mark.parametrize("given,says", [
+    (["-p", "sede", "3"], "did you mean 'seed'?"), (["-p", "algo", "mri"], "did you mean 'mir'?"),
+    (["-p", "suite", "mw55"], "did you mean 'mw5'?"), (["-p", "model", "tinny"], "did you mean 'tiny'?"),
+    (["-p", "n_demos", "0"], "n_demos must be above 0"), (["-p", "n_trials", "-1"], "n_trials must be above 0"),
+])
+def test_the_page_refuses_what_it_does_not_know(tmp_path, given, says):
+    out = page("run_cl", tmp_path/"page.ipynb", *given, "-p", "run_dir", str(tmp_path/"run"))
+    assert out.returncode and says in out.stderr and not (tmp_path/"run").exists()
+
+
+@pytest.mark.parametrize("kw,says", [
+    (dict(replay_ratio=1.), r"\[0,1\)"), (dict(replay_ratio=-.1), r"\[0,1\)"), (dict(batch_size=0), "above 0"), (dict(buffer_size=-1), "negative"),
+    (dict(algo="ewc", buffer_size=5), "no setting 'buffer_size'"), (dict(algo="er", algo_kw=dict(sampel="x")), "no setting 'sampel'"),
+    (dict(suite="/no/folder"), "neither a registered stream nor an existing folder"), (dict(num_processes=2), "one process"),
+    (dict(suite=dict(base="mw5", tasks=["window-clos"])), "did you mean 'window-close'"), (dict(task_order=[0, 0]), "task_order"),
+    (dict(accumulation=3), "micro-batches"), (dict(head="l2"), "did you mean 'l1'"), (dict(image_size=50), "image"),
+])
+def test_bad_settings_end_before_anything_is_made(data, tmp_path, kw, says):
+    t0 = time.time()
+    with pytest.raises(ValueError, match=says): train_cl(config(data, tmp_path/"run", **kw))
+    assert time.time()-t0 < 20 and not list((tmp_path/"run").glob("checkpoints/*"))
+
+
+@pytest.fixture(scope="module")
+def smoke(data, tmp_path_factory):
+    "The smoke run through its page, as a user starts it."
+    tmp = tmp_path_factory.mktemp("smoke")
+    out = page("run_cl", tmp/"page.ipynb", "-p", "smoke", "True", "-p", "algo", "mir", "-p", "run_dir", str(tmp/"run"), env={"CLVLA_DATA": str(data)})
+    assert out.returncode == 0, out.stderr[-3000:]
+    return tmp
+
+
+def test_smoke_page_shows_its_results(smoke):
+    cells = nbformat.read(smoke/"page.ipynb", 4).cells
+    kinds = [k for c in cells for o in c.get("outputs", []) for k in o.get("data", {})]
+    assert kinds.count("application/vnd.plotly.v1+json") >= 5
+    assert (smoke/"run/report.html").stat().st_size > 1e6 and read_json(smoke/"run/matrix.json")["tasks"] == ["handle-press", "window-close"]
+
+
+def test_a_finished_run_is_shown_not_repeated(smoke, data):
+    t0 = (smoke/"run/episodes.jsonl").stat().st_mtime
+    args = ["-p", "smoke", "True", "-p", "algo", "mir", "-p", "run_dir", str(smoke/"run")]
+    out = page("run_cl", smoke/"again.ipynb", *args, env={"CLVLA_DATA": str(data)})
+    assert out.returncode == 0 and (smoke/"run/episodes.jsonl").stat().st_mtime == t0
+    assert "this run is finished" in (smoke/"again.ipynb").read_text()
+
+
+def test_checkpoints_are_evaluated_afterwards(smoke):
+    "Self-contained: each checkpoint is evaluated with the run's config and data out of reach."
+    out = page("eval_cl", smoke/"eval.ipynb", "-p", "run_dir", str(smoke/"run"), "-p", "n_trials", "1", "-p", "first_trial", "500")
+    assert out.returncode == 0, out.stderr[-3000:]
+    records = RunFolder(smoke/"run/evals/lower-500+1-s0").episodes()
+    assert {(r["stage"], r["task"], r["trial"]) for r in records} == {(0, "handle-press", 500), (1, "handle-press", 500), (1, "window-close", 500)}
+
+
+def test_compare_page(smoke):
+    out = page("compare", smoke/"compare.ipynb", "-p", "runs", str(smoke/"ru*"))
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert page("compare", smoke/"bad.ipynb", "-p", "rums", "x").returncode
+
+
+def children(pid):
+    out = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(p) for p in out] + [g for p in out for g in children(int(p))]
+
+
+def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
+    "The child and its simulators end with the process that started them."
+    cfg = config(data, tmp_path/"run", algo="er", steps_per_task=2000)
+    RunFolder(cfg.run_dir).begin(cfg)
+    code = f"from clvla.train.launch import launch; launch('clvla.train', {cfg.run_dir!r})"
+    p = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    log = Path(cfg.run_dir)/"log.jsonl"
+    until = time.time()+120
+    while not log.exists() and time.time() < until: time.sleep(.2)
+    left = children(p.pid)
+    assert log.exists() and left
+    p.send_signal(signal.SIGKILL)
+    p.wait()
+    until = time.time()+30
+    alive = lambda: [q for q in left if Path(f"/proc/{q}").exists() and Path(f"/proc/{q}/stat").read_text().split(") ")[1][0] != "Z"]
+    while alive() and time.time() < until: time.sleep(.2)
+    assert not alive()
+    assert all(json.loads(l) for l in log.read_text().splitlines()[:-1])
