@@ -113,6 +113,42 @@ def test_joint_has_one_stage_and_as_many_updates(data, tmp_path):
     assert {(r["stage"], r["after"], r["task"]) for r in run.episodes()} == {(0, "joint", "handle-press"), (0, "joint", "window-close")}
 
 
+def test_first_success_and_failure_are_filmed(data, tmp_path):
+    run = train_cl(config(data, tmp_path/"film", algo="joint", videos=True))
+    films = list((run.path/"videos/000-joint").glob("*.gif"))
+    assert len(films) == 2 and all(f.stat().st_size > 1000 for f in films)
+
+
+@pytest.mark.parametrize("algo", ["er", "mir", "ewc"])
+def test_a_stream_that_comes_twice(data, tmp_path, algo):
+    run = train_cl(config(data, tmp_path/"twice", algo=algo, cycles=2, steps_per_task=2, evaluate="none"))
+    assert [p.name for p in checkpoints(run.path/"checkpoints")] == [
+        "000-handle-press", "001-window-close", "002-handle-press", "003-window-close"]
+
+
+def test_lerobot_data_sets_on_disk_are_a_stream(data, tmp_path, done):
+    "Data sets from elsewhere have no environment: they can be trained on, and evaluation is refused with the reason."
+    paths = [str(data/"metaworld"/f"{t}-n2-48px"/"lerobot") for t in ("handle-press", "window-close")]
+    with pytest.raises(ValueError, match="set evaluate to 'none'"): train_cl(config(data, tmp_path/"no", suite=paths, algo="er"))
+    run = train_cl(config(data, tmp_path/"yes", suite=paths, algo="er", evaluate="none"))
+    assert read_json(run.path/"stream.json")["stages"] == ["press-a-handle-down", "push-and-close-a-window"]
+    ours, theirs = (read_json(r.path/"dataset_statistics.json")["action"]["mean"] for r in (done, run))
+    assert ours == theirs
+
+
+def test_no_process_more_after_many_tasks(data, tmp_path):
+    "Ten stages leave as many children as one."
+    cfg, seen = config(data, tmp_path/"many", algo="er", cycles=5, steps_per_task=1), []
+    job = sys.modules["clvla.train.job"]
+    real = job.save
+
+    def count(*a): seen.append(len(children(os.getpid()))); return real(*a)
+    job.save = count
+    try: train_cl(cfg)
+    finally: job.save = real
+    assert len(seen) == 10 and len(set(seen[1:])) == 1
+
+
 def test_full_matrix_and_learning_curve(data, tmp_path):
     run = train_cl(config(data, tmp_path/"full", algo="sequential", evaluate="full", curve_points=2))
     at = {(r["stage"], r["task"], r["step"]) for r in run.episodes()}

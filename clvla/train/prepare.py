@@ -59,7 +59,7 @@ def locked(
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
-# %% ../../nbs/train/54_prepare.ipynb #73ff6559
+# %% ../../nbs/train/54_prepare.ipynb #9de164d6
 DEMO_SEED = 0  # of the demonstrations' noise; the run's seed does not change the data set
 
 def demo_dir(
@@ -72,7 +72,7 @@ def demo_dir(
 def demo_job(
     task:Task,    # what is demonstrated
     cfg:RunConfig # n_demos, image_size, data_dir
-)->str:           # folder of the frame store
+)->str:           # folder of the demonstrations
     "Make a task's demonstrations, or find them; runs in a process of its own."
     out = demo_dir(task, cfg)
     with locked(out): make_demos(task, make_env, out, cfg.n_demos, seed=DEMO_SEED, image_size=cfg.image_size)
@@ -82,19 +82,21 @@ def _worker(parent:int):
     "A demonstration process ends with its parent and uses one core."
     signal.signal(signal.SIGINT, signal.SIG_IGN); die_with_parent(parent); os.environ["LP_NUM_THREADS"] = "0"
 
-# %% ../../nbs/train/54_prepare.ipynb #4f9cde2e
+# %% ../../nbs/train/54_prepare.ipynb #d78d3720
 def make_all_demos(
     tasks:list,    # of `Task`
     cfg:RunConfig, # settings
-    say=print      # told when a task's demonstrations are there
+    say=print      # told what is there
 )->dict:           # task id -> FrameStore
     "Demonstrations of several tasks, made in parallel processes and opened here."
     ctx = multiprocessing.get_context("spawn"); n = min(cfg.n_workers, len(tasks))
     with ProcessPoolExecutor(n, mp_context=ctx, initializer=_worker, initargs=(os.getpid(),)) as pool:
         jobs = {pool.submit(demo_job, o, cfg): o.id for o in tasks}
         for k,j in enumerate(as_completed(jobs), 1):
-            path = j.result(); emit(phase="demonstrations", done=k, total=len(jobs)); say(f"demonstrations of {jobs[j]}: {path}")
-    return {o.id: FrameStore.open(demo_dir(o, cfg)/"frames") for o in tasks}
+            j.result(); emit(phase="demonstrations", done=k, total=len(jobs))
+    stores = {o.id: FrameStore.open(demo_dir(o, cfg)/"frames") for o in tasks}
+    for k,s in stores.items(): say(f"{k}: {s.n_episodes} demonstrations, {len(s)} frames")
+    return stores
 
 # %% ../../nbs/train/54_prepare.ipynb #35af3956
 def prepare(
