@@ -224,7 +224,7 @@ def test_same_seed_same_metrics():
 def test_compose_adds_slots_and_penalties():
     both,ctx = Compose(ER(replay_ratio=.25), EWC(n_batches=1)),quick_context(STREAM)
     for t in range(2): quick_task(both, ctx, t, steps=5, B=8)
-    assert both.n_task_samples(8) == 6 and float(ctx.penalty.detach()) > 0 and {"er/buffer", "ewc/penalty"} <= set(both.metrics())
+    assert both.n_task_samples(8) == 6 and float(ctx.penalty.detach()) > 0 and {"0/er/buffer", "1/ewc/penalty"} <= set(both.metrics())
     with pytest.raises(ValueError, match="lower their replay_ratio"):
         er = ER(replay_ratio=.6); er.buf = filled(); Compose(er, er).n_task_samples(10)
     with pytest.raises(ValueError, match="cannot share one loader"): Compose(make_algo("joint"), make_algo("cumulative"))

@@ -34,7 +34,7 @@ def config(data, path, **kw):
 
 def facts(run):
     "What must be equal in two equal runs: losses, episodes, and the hash of every checkpoint file."
-    timeless = [{k: v for k, v in r.items() if k != "seconds"} for r in run.episodes()]
+    timeless = sorted(json.dumps({k: v for k, v in r.items() if k != "seconds"}) for r in run.episodes())  # they end in any order
     logs = [{k: v for k, v in r.items() if not k.startswith("time/")} for r in run.logs()]
     sums = [read_json(p/"manifest.json")["files"][f] for p in checkpoints(run.path/"checkpoints") for f in ("state.safetensors", "weights.safetensors")]
     return logs, timeless, sums
@@ -243,9 +243,12 @@ def test_checkpoints_are_evaluated_afterwards(smoke):
     assert {(r["stage"], r["task"], r["trial"]) for r in records} == {(0, "handle-press", 500), (1, "handle-press", 500), (1, "window-close", 500)}
 
 
-def test_compare_page(smoke):
-    out = page("compare", smoke/"compare.ipynb", "-p", "runs", str(smoke/"ru*"))
+def test_compare_page(smoke, done):
+    out = page("compare", smoke/"compare.ipynb", "-p", "runs", f"{smoke/'ru?'},{done.path}", "-p", "baseline", "er", "-p", "report", str(smoke/"c.html"))
     assert out.returncode == 0, out.stderr[-3000:]
+    assert (smoke/"c.html").stat().st_size > 1e6
+    out = page("compare", smoke/"bad.ipynb", "-p", "runs", str(done.path), "-p", "baseline", "rr")
+    assert out.returncode and "did you mean 'er'?" in out.stderr
     assert page("compare", smoke/"bad.ipynb", "-p", "rums", "x").returncode
 
 

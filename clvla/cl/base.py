@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['CLAlgorithm', 'scope_ids', 'CLContext', 'unwrap_optimizer', 'flatten', 'unflatten', 'call_hook', 'cl_step', 'Compose']
 
-# %% ../../nbs/cl/30_base.ipynb #43a12f83
+# %% ../../nbs/cl/30_base.ipynb #0510812a
+from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ..batch import to_device
+from ..core import TASK_ID
 
 # %% ../../nbs/cl/30_base.ipynb #15fba71e
 class CLAlgorithm:
@@ -41,7 +43,7 @@ def scope_ids(
             f"of the algorithm")
     return list(dict.fromkeys(dict(current=ids[t:t+1], seen=ids[:t+1], all=ids)[scope]))
 
-# %% ../../nbs/cl/30_base.ipynb #9b7a0525
+# %% ../../nbs/cl/30_base.ipynb #46b9cb70
 @dataclass(kw_only=True)
 class CLContext:
     "What a hook may read, and the gradients it may change."
@@ -67,6 +69,7 @@ class CLContext:
     loss:Tensor|None = None           # the forward's loss, without penalty
     penalty:Tensor|None = None        # what compute_penalty returned
     grad_norm:Tensor|None = None      # norm before clipping
+    drawn:Counter = field(default_factory=Counter) # task id -> samples trained on in this stage
 
     def __post_init__(self):
         self.model = self.raw_model if self.model is None else self.model
@@ -154,19 +157,20 @@ def call_hook(
         e.add_note(f"in {type(algo).__name__}.{hook}, task {ctx.task_id!r}, step {ctx.step}")
         raise
 
-# %% ../../nbs/cl/30_base.ipynb #6a58fdd1
+# %% ../../nbs/cl/30_base.ipynb #fbe75269
 def cl_step(
     algo:CLAlgorithm|None, # None: plain fine-tuning
     ctx:CLContext,         # `loader`, `raw_model`, `optimizer` set; the rest is filled in on the way
     B:int,                 # samples of one micro-batch
     n_micro:int=1          # micro-batches per optimizer step
-)->Tensor:                 # loss of the last micro-batch, without penalty, detached
+)->Tensor:                 # mean loss of the micro-batches, without penalty, detached
     "One optimizer step with all hooks in their order."
-    algo,ctx.batch_size = CLAlgorithm() if algo is None else algo, B
+    algo,ctx.batch_size,losses = CLAlgorithm() if algo is None else algo, B, []
     for k in range(n_micro):
         ctx.task_batch = to_device(ctx.loader.next(algo.n_task_samples(B)), ctx.device)
         call_hook(algo, "observe", ctx, ctx.task_batch)
         ctx.batch = call_hook(algo, "modify_batch", ctx, ctx.task_batch)
+        ctx.drawn.update(ctx.batch.get(TASK_ID, ()))
         wait = k < n_micro-1 and ctx.accelerator
         with ctx.accelerator.no_sync(ctx.model) if wait else nullcontext():
             with ctx.autocast():
@@ -174,6 +178,7 @@ def cl_step(
                 ctx.penalty = call_hook(algo, "compute_penalty", ctx)
             total = (ctx.loss if ctx.penalty is None else ctx.loss+ctx.penalty)/n_micro
             ctx.accelerator.backward(total) if ctx.accelerator else total.backward()
+        losses.append(ctx.loss.detach())
     if ctx.accelerator: ctx.accelerator.unscale_gradients()
     call_hook(algo, "after_backward", ctx)
     if ctx.max_norm: ctx.grad_norm = nn.utils.clip_grad_norm_(ctx.params().values(), ctx.max_norm)
@@ -181,9 +186,9 @@ def cl_step(
     call_hook(algo, "after_step", ctx)
     ctx.optimizer.zero_grad()
     ctx.step += 1
-    return ctx.loss.detach()
+    return torch.stack(losses).mean()
 
-# %% ../../nbs/cl/30_base.ipynb #72b656d9
+# %% ../../nbs/cl/30_base.ipynb #fa993dd8
 class Compose(CLAlgorithm):
     "Several algorithms as one."
     def __init__(self, *algos:CLAlgorithm):
@@ -210,7 +215,7 @@ class Compose(CLAlgorithm):
         if n < 1: raise ValueError(f"the algorithms ask for {B-n} replayed samples in a batch of {B}; lower "
             f"their replay_ratio")
         return n
-    def metrics(self): return {f"{type(a).__name__.lower()}/{k}": v for a in self.algos for k,v in a.metrics().items()}
+    def metrics(self): return {f"{i}/{type(a).__name__.lower()}/{k}": v for i,a in enumerate(self.algos) for k,v in a.metrics().items()}
     def state_dict(self): return {str(i): a.state_dict() for i,a in enumerate(self.algos)}
     def load_state_dict(self, state):
         for i,a in enumerate(self.algos): a.load_state_dict(state[str(i)])

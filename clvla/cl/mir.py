@@ -46,7 +46,7 @@ def adamw_step(
     m,v = b1*m + (1-b1)*g, b2*v + (1-b2)*g*g
     return p*(1-lr*group["weight_decay"]) - lr*(m/(1-b1**t))/((v/(1-b2**t)).sqrt() + group["eps"])
 
-# %% ../../nbs/cl/37_mir.ipynb #e6b9c2d4
+# %% ../../nbs/cl/37_mir.ipynb #7490cf2f
 def virtual_step(
     ctx:CLContext,
     g:Tensor    # (P,) gradient of the current samples, all trained parameters
@@ -54,10 +54,11 @@ def virtual_step(
     "The weights after a pretended update; nothing is changed."
     opt,ps = ctx.raw_optimizer,ctx.params()
     adam = isinstance(opt, torch.optim.AdamW)
-    odd = any(gr.get("amsgrad") or gr.get("maximize") for gr in opt.param_groups)
+    unknown = ("amsgrad", "maximize") if adam else ("momentum", "weight_decay", "maximize")
+    odd = any(gr.get(k) for gr in opt.param_groups for k in unknown)
     if odd or not adam and not isinstance(opt, torch.optim.SGD):
-        raise ValueError(f"MIR knows the steps of AdamW (without amsgrad or maximize) and SGD, found "
-            f"{type(opt).__name__}; use one of the two")
+        raise ValueError("MIR knows the steps of AdamW (without amsgrad or maximize) and of SGD (without momentum "
+            f"or weight decay), found {type(opt).__name__} with other settings; use one of the two")
     if ctx.max_norm: g = g*(ctx.max_norm/(g.norm()+1e-6)).clamp(max=1)
     groups = {id(p): gr for gr in opt.param_groups for p in gr["params"]}
     def one(p, g):
