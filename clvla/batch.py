@@ -60,7 +60,7 @@ def set_rng_state(g:np.random.Generator|torch.Generator, state):
     if isinstance(g, torch.Generator): g.set_state(state)
     else: g.bit_generator.state = state
 
-# %% ../nbs/01_batch.ipynb #8baf0010
+# %% ../nbs/01_batch.ipynb #f6bf642e
 def _split(o, ts:dict, at:str=""):
     "JSON skeleton of `o`; its tensors and arrays go to `ts` under their path."
     if isinstance(o, np.ndarray): o = torch.from_numpy(o.copy())
@@ -70,7 +70,8 @@ def _split(o, ts:dict, at:str=""):
         return {"list" if isinstance(o, list) else "tuple": [_split(v, ts, f"{at}/{i}") for i,v in enumerate(o)]}
     if isinstance(o, np.generic): o = o.item()
     if o is None or isinstance(o, (bool, int, float, str)): return o
-    raise TypeError(f"a state may hold dicts, lists, tuples, tensors and numbers; found {type(o).__name__} at {at or 'the top'}")
+    raise TypeError("a state may hold dicts, lists, tuples, tensors and numbers; "
+                    f"found {type(o).__name__} at {at or 'the top'}")
 
 def _join(o, ts:dict):
     "The inverse of `_split`."
@@ -80,7 +81,7 @@ def _join(o, ts:dict):
     if kind == "dict": return {k: _join(x, ts) for k,x in v}
     return (list if kind == "list" else tuple)(_join(x, ts) for x in v)
 
-# %% ../nbs/01_batch.ipynb #2a607e5f
+# %% ../nbs/01_batch.ipynb #e69330fc
 def save_state(
     path,       # file to write, by habit *.safetensors
     state:dict  # nested dicts, lists, tuples, tensors, arrays, numbers, strings, None
@@ -92,5 +93,6 @@ def save_state(
 def load_state(path)->dict:
     "Read what `save_state` wrote; nothing in the file is ever executed."
     with safe_open(path, "pt") as f: meta = f.metadata() or {}
-    if "skeleton" not in meta: raise ValueError(f"{path} has no state skeleton in its header; was it written by save_state?")
+    if "skeleton" not in meta:
+        raise ValueError(f"{path} has no state skeleton in its header; was it written by save_state?")
     return _join(json.loads(meta["skeleton"]), load_file(path))

@@ -57,7 +57,7 @@ def np_rng(seed:int, *purpose)->np.random.Generator:
     "A numpy generator of its own for one purpose."
     return np.random.default_rng(seed_of(seed, *purpose))
 
-# %% ../nbs/00_core.ipynb #aface3b8
+# %% ../nbs/00_core.ipynb #c1e513f6
 def write_atomic(
     path,                # where the file shall be
     write                # called with the temporary path; writes the file there
@@ -83,14 +83,15 @@ def write_json(path, obj)->Path:
 def read_json(path):
     "Read a JSON file; ValueError names the file when it is not JSON."
     try: return json.loads(Path(path).read_text())
-    except json.JSONDecodeError as e: raise ValueError(f"{path} is not valid JSON ({e}); was it edited, or cut off?") from e
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path} is not valid JSON ({e}); was it edited, or cut off?") from e
 
 # %% ../nbs/00_core.ipynb #e02b26bb
 def sha256(path)->str:
     "SHA-256 of a file, as 64 hexadecimal digits."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
-# %% ../nbs/00_core.ipynb #58f182de
+# %% ../nbs/00_core.ipynb #e6170a9e
 def config_json(cfg)->dict:
     "The config as plain JSON values."
     return asdict(cfg)
@@ -104,5 +105,6 @@ def config_from(
     for k in d:
         if k not in known: raise ValueError(f"unknown parameter {k!r}{closest(k, known)}")
     for k,f in known.items():
-        if k not in d and f.default is MISSING and f.default_factory is MISSING: raise ValueError(f"parameter {k!r} is missing")
+        if k not in d and f.default is MISSING and f.default_factory is MISSING:
+            raise ValueError(f"parameter {k!r} is missing")
     return cls(**d)

@@ -35,7 +35,7 @@ def save_checkpoint(
     write_json(root/"LATEST", name)
     return path
 
-# %% ../../nbs/train/52_checkpoint.ipynb #7c1d6ae9
+# %% ../../nbs/train/52_checkpoint.ipynb #e7042e5f
 def check_checkpoint(
     path # a checkpoint's folder
 )->list: # what is wrong with it; empty when it is whole
@@ -48,7 +48,8 @@ def check_checkpoint(
     bad = []
     for file,want in m["files"].items():
         if not (path/file).exists(): bad.append(f"{file} is missing")
-        elif (path/file).stat().st_size != want["bytes"]: bad.append(f"{file} has {(path/file).stat().st_size} bytes, not {want['bytes']}")
+        elif (path/file).stat().st_size != want["bytes"]:
+            bad.append(f"{file} has {(path/file).stat().st_size} bytes, not {want['bytes']}")
         elif sha256(path/file) != want["sha256"]: bad.append(f"{file} was changed (its SHA-256 differs)")
     return bad
 

@@ -22,7 +22,7 @@ from .job import POOL_SEED
 from .launch import emit
 from .run import RunFolder
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #7813d71f
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #5a7949d5
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     "What an evaluation of a run's checkpoints computes."
@@ -36,7 +36,8 @@ class EvalConfig:
     rows_per_task:int = 2    # episodes of one task under way at the same time
 
     @property
-    def name(self)->str: return f"{self.evaluate}-{self.first_trial}+{self.n_trials}-s{self.seed}" + "-last"*self.last_only
+    def name(self)->str:
+        return f"{self.evaluate}-{self.first_trial}+{self.n_trials}-s{self.seed}" + "-last"*self.last_only
 
 def check_eval(
     cfg:EvalConfig # settings
@@ -45,13 +46,16 @@ def check_eval(
     for k in ("n_trials", "n_workers", "rows_per_task"):
         if getattr(cfg, k) < 1: raise ValueError(f"{k} must be above 0, found {getattr(cfg, k)}")
     if not 0 <= cfg.first_trial <= 99_999-cfg.n_trials:
-        raise ValueError(f"first_trial must leave all trials within 0..99999, found {cfg.first_trial}; demonstrations used the numbers above")
-    if cfg.evaluate not in ("lower", "full"): raise ValueError(f"evaluate must be 'lower' or 'full', found {cfg.evaluate!r}")
+        raise ValueError(f"first_trial must leave all trials within 0..99999, found {cfg.first_trial}; "
+                         "demonstrations used the numbers above")
+    if cfg.evaluate not in ("lower", "full"):
+        raise ValueError(f"evaluate must be 'lower' or 'full', found {cfg.evaluate!r}")
     read_config(cfg.run_dir)
-    if not checkpoints(Path(cfg.run_dir)/"checkpoints"): raise ValueError(f"{cfg.run_dir} has no checkpoint yet; let its run finish a task first")
+    if not checkpoints(Path(cfg.run_dir)/"checkpoints"):
+        raise ValueError(f"{cfg.run_dir} has no checkpoint yet; let its run finish a task first")
     return replace(cfg, run_dir=str(Path(cfg.run_dir).resolve()))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #ce8dbdbc
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #cd4b1cf0
 def begin_eval(
     cfg:EvalConfig # checked settings
 )->Path:           # folder of the evaluation
@@ -59,7 +63,8 @@ def begin_eval(
     path = Path(cfg.run_dir)/"evals"/cfg.name
     if (path/"config.json").exists():
         old,new = read_json(path/"config.json"),config_json(cfg)
-        if diff := [f"{k}: {old.get(k)!r} -> {v!r}" for k,v in new.items() if k not in ("n_workers", "run_dir") and old.get(k) != v]:
+        if diff := [f"{k}: {old.get(k)!r} -> {v!r}" for k,v in new.items()
+                    if k not in ("n_workers", "run_dir") and old.get(k) != v]:
             raise ValueError(f"{path} belongs to another evaluation: {'; '.join(diff)}")
     write_json(path/"config.json", config_json(cfg))
     return path
@@ -73,13 +78,14 @@ def read_eval_config(
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
     return replace(config_from(EvalConfig, read_json(path)), run_dir=str(run_dir))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #fb02f0d4
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #acc31055
 def eval_cl(
     cfg:EvalConfig, # settings
     say=print       # told what happens
 )->RunFolder:       # the evaluation's folder, with `episodes.jsonl`
     "Evaluate a run's checkpoints; continues an evaluation that was interrupted."
-    cfg = check_eval(cfg); out = RunFolder(begin_eval(cfg)); run = read_config(cfg.run_dir); torch.set_num_threads(run.threads)
+    cfg = check_eval(cfg); out = RunFolder(begin_eval(cfg))
+    run = read_config(cfg.run_dir); torch.set_num_threads(run.threads)
     points = checkpoints(Path(cfg.run_dir)/"checkpoints")[-1 if cfg.last_only else 0:]
     stream = stream_from({k: v for k,v in read_json(points[-1]/"stream.json").items() if k != "stages"})
     pool,rows = make_eval_pool(stream.tasks, cfg.rows_per_task, cfg.n_workers, run.image_size, POOL_SEED, run.chunk)
@@ -98,7 +104,8 @@ def try_checkpoint(cfg:EvalConfig, path:Path, stream, pool, rows, out:RunFolder,
     got = [r for r in old if r["stage"] == at["t"]]
     def note(r):
         out.episode(r); got.append(r)
-        emit(phase="evaluation", task=path.name, done=len(got), total=total, seconds=time.time()-t0, success=sum(x["success"] for x in got)/len(got))
+        emit(phase="evaluation", task=path.name, done=len(got), total=total, seconds=time.time()-t0,
+             success=sum(x["success"] for x in got)/len(got))
     trials = range(cfg.first_trial, cfg.first_trial+cfg.n_trials)
     evaluate(policy, processor, pool, rows, trials, cfg.seed, info, tasks, map(record_key, old), note)
     say(f"{path.name}: {100*sum(r['success'] for r in got)/len(got):.0f} % success over {len(got)} episodes")

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from ..core import closest, config_from, config_json, read_json
 
-# %% ../../nbs/train/50_config.ipynb #951be1b4
+# %% ../../nbs/train/50_config.ipynb #c5746c08
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     "Everything that decides what a continual-learning run computes."
     algo:str = "mir"            # algorithm, a key of `cl.all.algos`
     suite:str|dict|list = "mw5" # registered stream, inline stream, or folder(s) of LeRobot data sets
-    model:str = "tiny"          # policy, a key of `policies.all.policies`
-    head:str = "flow"           # action head: flow or l1
+    model:str = "tiny"; head:str = "flow" # policy, a key of `policies.all.policies`; action head, flow or l1
     seed:int = 0                # every generator of the run derives from it
     smoke:bool = False          # a run of seconds: does everything work together?
     run_dir:str = ""            # folder of results; default runs/SUITE-ALGO-MODEL-sSEED
@@ -27,7 +26,7 @@ class RunConfig:
     n_demos:int = 25            # demonstrations per task
     steps_per_task:int = 200    # optimizer updates per task
     n_trials:int = 20           # evaluation episodes per cell of the success matrix
-    num_processes:int = 1       # training processes
+    num_processes:int = 1       # training processes; this version trains in one
     replay_ratio:float|None = None # share of a batch that is replayed, [0,1)
     buffer_size:int|None = None    # frames remembered per finished task, 0 = all of them
     algo_kw:dict = field(default_factory=dict) # further arguments of the algorithm
@@ -35,19 +34,16 @@ class RunConfig:
     accumulation:int = 1        # micro-batches per update; B is split into them
     lr:float = 1e-3             # peak learning rate
     weight_decay:float = 1e-4   # AdamW
-    warmup:int = 20             # updates of linear warm-up, each task
-    lr_floor:float = .05        # the cosine ends at this share of `lr`
+    warmup:int = 20; lr_floor:float = .05 # updates of linear warm-up, each task; share of `lr` at the cosine's end
     clip:float = 1.0            # largest gradient norm, 0 = no clipping
     ema:float = .98             # decay of the weight average, 0 = none
     reset_optimizer:bool = True # a new AdamW for each task, or moments carried on
-    precision:str = "no"        # no, bf16 or fp16
-    device:str = "auto"         # auto, cpu or cuda
+    precision:str = "no"; device:str = "auto" # no, bf16 or fp16; auto, cpu or cuda
     threads:int = 1             # torch threads of the training process
     image_size:int = 48         # h = w, pixels
     chunk:int = 8               # H, actions per prediction, all of them executed
     stats:str = "global"        # statistics from all tasks (global) or frozen after the first (first)
-    state_norm:str = "mean_std" # normalisation of the state
-    action_norm:str = "min_max" # normalisation of the action
+    state_norm:str = "mean_std"; action_norm:str = "min_max" # normalisation of state and action
     partition:str = "auto"      # how LeRobot data sets become tasks: auto, by_task_index, by_dataset
     task_order:list|None = None # order of the stream, as positions; default as registered
     cycles:int = 1              # how often the stream is gone through
@@ -58,15 +54,17 @@ class RunConfig:
     rows_per_task:int = 2       # episodes of one task under way at the same time
     videos:bool = False         # film the first success and the first failure per task
 
-# %% ../../nbs/train/50_config.ipynb #744d8b1b
+# %% ../../nbs/train/50_config.ipynb #de73db76
 FREE = ("run_dir", "data_dir", "n_workers", "videos")  # settings that a continued run may change
 POSITIVE = ("n_demos", "steps_per_task", "n_trials", "num_processes", "batch_size", "accumulation", "lr", "threads",
             "image_size", "chunk", "cycles", "rows_per_task")
-CHOICES = dict(head=("flow", "l1"), precision=("no", "bf16", "fp16"), device=("auto", "cpu", "cuda"), stats=("global", "first"),
+CHOICES = dict(head=("flow", "l1"), precision=("no", "bf16", "fp16"), device=("auto", "cpu", "cuda"),
+               stats=("global", "first"),
                state_norm=("identity", "mean_std", "min_max", "quantiles"), evaluate=("lower", "full", "none"),
-               action_norm=("identity", "mean_std", "min_max", "quantiles"), partition=("auto", "by_task_index", "by_dataset"))
+               action_norm=("identity", "mean_std", "min_max", "quantiles"),
+               partition=("auto", "by_task_index", "by_dataset"))
 
-# %% ../../nbs/train/50_config.ipynb #5ca3819b
+# %% ../../nbs/train/50_config.ipynb #5dd18045
 def check_values(
     cfg:RunConfig # settings to look at
 )->RunConfig:     # the same settings
@@ -74,27 +72,32 @@ def check_values(
     for k in POSITIVE:
         if not getattr(cfg, k) > 0: raise ValueError(f"{k} must be above 0, found {getattr(cfg, k)}")
     for k,known in CHOICES.items():
-        if getattr(cfg, k) not in known: raise ValueError(f"unknown {k} {getattr(cfg, k)!r}{closest(getattr(cfg, k), known)}")
+        if getattr(cfg, k) not in known:
+            raise ValueError(f"unknown {k} {getattr(cfg, k)!r}{closest(getattr(cfg, k), known)}")
     if cfg.replay_ratio is not None and not 0 <= cfg.replay_ratio < 1:
-        raise ValueError(f"replay_ratio is a share of the batch in [0,1), found {cfg.replay_ratio}; a ratio of 1 would leave no current sample")
+        raise ValueError(f"replay_ratio is a share of the batch in [0,1), found {cfg.replay_ratio}; "
+                         "a ratio of 1 would leave no current sample")
     for k in ("buffer_size", "warmup", "clip", "curve_points", "n_workers"):
-        if getattr(cfg, k) is not None and getattr(cfg, k) < 0: raise ValueError(f"{k} must not be negative, found {getattr(cfg, k)}")
+        if getattr(cfg, k) is not None and getattr(cfg, k) < 0:
+            raise ValueError(f"{k} must not be negative, found {getattr(cfg, k)}")
     for k in ("ema", "lr_floor"):
         if not 0 <= getattr(cfg, k) < 1: raise ValueError(f"{k} lies in [0,1), found {getattr(cfg, k)}")
     if cfg.batch_size % cfg.accumulation: raise ValueError(
         f"batch_size {cfg.batch_size} cannot be split into {cfg.accumulation} micro-batches; choose a multiple")
     return cfg
 
-# %% ../../nbs/train/50_config.ipynb #e0159132
+# %% ../../nbs/train/50_config.ipynb #291e7155
 def _value(name:str, v, kind):
     "`v` as the type that the field wants."
     if isinstance(v, str) and kind is not str and "str" not in str(kind):
         try: v = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(v.lower(), v))
-        except (ValueError, SyntaxError) as e: raise ValueError(f"parameter {name!r}: {v!r} is not a value of type {kind}") from e
+        except (ValueError, SyntaxError) as e:
+            raise ValueError(f"parameter {name!r}: {v!r} is not a value of type {kind}") from e
     elif isinstance(v, str) and v[:1] in "[{" and kind is not str: v = ast.literal_eval(v)
     if "float" in str(kind) and type(v) is int: v = float(v)
     allowed = kind.__args__ if "|" in str(kind) else (kind,)
-    if type(v) not in allowed: raise ValueError(f"parameter {name!r}: found {v!r} ({type(v).__name__}), expected {kind}")
+    if type(v) not in allowed:
+        raise ValueError(f"parameter {name!r}: found {v!r} ({type(v).__name__}), expected {kind}")
     return v
 
 def from_page(
@@ -104,7 +107,8 @@ def from_page(
 ):              # an instance of `cls`
     "Build a config from what a page's parameters cells defined; refuse names it does not know."
     known = {f.name: f.type for f in fields(cls)}
-    got = {k: v for k,v in names.items() if k not in seen and not k.startswith("_") and k not in ("seen", "In", "Out", "exit", "quit")}
+    got = {k: v for k,v in names.items()
+           if k not in seen and not k.startswith("_") and k not in ("seen", "In", "Out", "exit", "quit")}
     for k in got:
         if k not in known: raise ValueError(f"unknown parameter {k!r}{closest(k, known)}")
     return config_from(cls, {k: _value(k, v, known[k]) for k,v in got.items()})
@@ -124,14 +128,15 @@ def resolve(
     return replace(cfg, run_dir=str(Path(cfg.run_dir or f"runs/{name}").expanduser().resolve()),
                    data_dir=str(Path(data).expanduser().resolve()), n_workers=cfg.n_workers or os.cpu_count() or 1)
 
-# %% ../../nbs/train/50_config.ipynb #87038aea
+# %% ../../nbs/train/50_config.ipynb #a6d41c02
 def differences(
     old:dict,     # stored config
     cfg:RunConfig # config of the run that wants the folder
 )->list:          # lines "name: old -> new", without the settings that may change
     "Settings in which a stored config and a new one disagree."
     new = config_json(cfg)
-    return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(old.keys()|new.keys()) if k not in FREE and old.get(k) != new.get(k)]
+    return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(old.keys()|new.keys())
+            if k not in FREE and old.get(k) != new.get(k)]
 
 # %% ../../nbs/train/50_config.ipynb #6ff0aa9f
 def read_config(

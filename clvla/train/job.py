@@ -25,7 +25,7 @@ from .prepare import algo_arguments, check, make_processor, prepare
 from .run import Cost, RunFolder, keep_records
 from .trainer import Trainer
 
-# %% ../../nbs/train/56_job.ipynb #5a92840b
+# %% ../../nbs/train/56_job.ipynb #d2bdd7e2
 class Job:
     "The parts of one run: folder, stream, data, policy, algorithm, trainer."
     def __init__(self,
@@ -44,20 +44,24 @@ class Job:
         self.processor = make_processor(self.stream, stores, cfg)
         write_json(self.run.path/"dataset_statistics.json", self.processor.stats)
         data = TaskData(stores, self.processor, cfg.chunk)
-        policy = make_policy(cfg.model, cfg.image_size, data.state_dim, data.action_dim, H=cfg.chunk, head=cfg.head, seed=cfg.seed)
-        self.trainer = Trainer(cfg, self.stream, data, policy, make_algo(cfg.algo, cfg.seed, **algo_arguments(cfg)), self.run.log, emit)
+        policy = make_policy(cfg.model, cfg.image_size, data.state_dim, data.action_dim, H=cfg.chunk, head=cfg.head,
+                             seed=cfg.seed)
+        self.trainer = Trainer(cfg, self.stream, data, policy,
+                               make_algo(cfg.algo, cfg.seed, **algo_arguments(cfg)), self.run.log, emit)
         self.trainer.curve = self.look
         stages = [name for _,_,name,_ in self.trainer.stages]
         write_json(self.run.path/"stream.json", stream_json(self.stream)|dict(stages=stages))
         return self
 
-# %% ../../nbs/train/56_job.ipynb #073bfb84
+# %% ../../nbs/train/56_job.ipynb #15ded082
 def save(job:Job, t:int, name:str)->Path:
     "Write the checkpoint of stage `t`."
     cfg,tr,t0 = job.cfg,job.trainer,time.time()
-    docs = {"config.json": config_json(cfg), "processor.json": job.processor.to_json(), "stream.json": stream_json(job.stream),
-            "dataset_statistics.json": job.processor.stats, "position.json": dict(t=t, name=name)}
-    path = save_checkpoint(job.run.path/"checkpoints", f"{t:03d}-{name}", tr.state_dict(), docs, lambda d: save_policy(tr.policy, cfg.model, d))
+    docs = {"config.json": config_json(cfg), "processor.json": job.processor.to_json(),
+            "stream.json": stream_json(job.stream), "dataset_statistics.json": job.processor.stats,
+            "position.json": dict(t=t, name=name)}
+    path = save_checkpoint(job.run.path/"checkpoints", f"{t:03d}-{name}", tr.state_dict(), docs,
+                           lambda d: save_policy(tr.policy, cfg.model, d))
     job.cost.add("checkpoints", time.time()-t0)
     return path
 
@@ -70,7 +74,7 @@ def restore(job:Job)->int:
     job.say(f"continued after {path.name}")
     return t
 
-# %% ../../nbs/train/56_job.ipynb #e5bbff8c
+# %% ../../nbs/train/56_job.ipynb #45072d77
 POOL_SEED = 0  # of the initial states; runs are compared on equal ones
 
 @patch
@@ -84,19 +88,24 @@ def try_tasks(self:Job,
 )->float:         # mean success
     "Evaluate on some tasks and record every episode as it ends."
     cfg,run,t0 = self.cfg,run or self.run,time.time()
-    if self.pool is None: self.pool,self.rows = make_eval_pool(self.stream.tasks, cfg.rows_per_task, cfg.n_workers, cfg.image_size, POOL_SEED, cfg.chunk)
+    if self.pool is None:
+        self.pool,self.rows = make_eval_pool(self.stream.tasks, cfg.rows_per_task, cfg.n_workers, cfg.image_size,
+                                             POOL_SEED, cfg.chunk)
     info,old = dict(stage=t, after=name, step=step),run.episodes()
     total,got = len(tasks)*cfg.n_trials,[r for r in old if (r["stage"], r["step"]) == (t, step)]
     def note(r):
         run.episode(r); got.append(r)
-        emit(phase="evaluation", task=f"after {name}", done=len(got), total=total, seconds=time.time()-t0, success=sum(x["success"] for x in got)/len(got))
+        emit(phase="evaluation", task=f"after {name}", done=len(got), total=total, seconds=time.time()-t0,
+             success=sum(x["success"] for x in got)/len(got))
     actions = {} if cfg.videos and step is None else None
-    evaluate(policy, self.processor, self.pool, self.rows, range(cfg.n_trials), cfg.seed, info, tasks, map(record_key, old), note, actions)
-    if actions: film_firsts(got, actions, [self.stream[i] for i in tasks], run.path/"videos"/f"{t:03d}-{name}", seed=POOL_SEED)
+    evaluate(policy, self.processor, self.pool, self.rows, range(cfg.n_trials), cfg.seed, info, tasks,
+             map(record_key, old), note, actions)
+    if actions: film_firsts(got, actions, [self.stream[i] for i in tasks], run.path/"videos"/f"{t:03d}-{name}",
+                            seed=POOL_SEED)
     self.cost.add("evaluation", time.time()-t0)
     return sum(r["success"] for r in got)/max(1, len(got))
 
-# %% ../../nbs/train/56_job.ipynb #625ad4ca
+# %% ../../nbs/train/56_job.ipynb #e591b6f7
 def cells(job:Job, t:int)->list:
     "Ids of the tasks that are tried after stage `t`: those seen so far, or all."
     cfg,ids = job.cfg,[s.task.id for s in job.stream.stages]
@@ -114,9 +123,10 @@ def look(self:Job, t:int, name:str, step:int):
 def after_stage(self:Job, t:int, name:str):
     "Evaluate after a stage and say the result."
     ids = cells(self, t)
-    if ids: self.say(f"after {name}: {100*self.try_tasks(self.trainer.policy, t, name, ids):.0f} % success on {', '.join(ids)}")
+    if ids: self.say(f"after {name}: {100*self.try_tasks(self.trainer.policy, t, name, ids):.0f} % success "
+                     f"on {', '.join(ids)}")
 
-# %% ../../nbs/train/56_job.ipynb #9dc27b12
+# %% ../../nbs/train/56_job.ipynb #bc957706
 def train_cl(
     cfg:RunConfig, # settings
     say=print      # told what happens
@@ -126,7 +136,8 @@ def train_cl(
     if job.status == "done": say(f"this run is finished: {job.run.path}"); return job.run
     try:
         job.build(); first = restore(job); tr = job.trainer
-        if job.cfg.evaluate == "full" and not first and not job.cfg.last_only: job.try_tasks(tr.policy, -1, "", job.stream.ids)
+        if job.cfg.evaluate == "full" and not first and not job.cfg.last_only:
+            job.try_tasks(tr.policy, -1, "", job.stream.ids)
         if first: job.after_stage(first-1, tr.stages[first-1][2])  # perhaps its evaluation was interrupted
         for stage in tr.stages[first:]:
             t0 = time.time(); before = job.cost.seconds.get("evaluation", 0)

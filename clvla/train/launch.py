@@ -21,7 +21,7 @@ def die_with_parent(
     ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
     if os.getppid() != parent: raise SystemExit("the process that started this run is gone")
 
-# %% ../../nbs/train/55_launch.ipynb #674a782d
+# %% ../../nbs/train/55_launch.ipynb #0a02dd7f
 def emit(**event):
     "Print one progress event, a line that starts with @ and holds JSON, if a page follows this process."
     if os.environ.get("CLVLA_FOLLOWED"): print("@"+json.dumps(event), flush=True)
@@ -30,10 +30,12 @@ def bars(
     e:dict # progress event: phase, done, total, and optionally task, stage, n_stages, seconds, loss, lr, success
 )->str:    # one or two lines of text
     "Bars over tasks and steps for one progress event."
-    width = dict(ncols=100, ascii=" =", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
+    width = dict(ncols=100, ascii=" =", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]")
     post = ", ".join(f"{k} {e[k]:.3g}" for k in ("loss", "lr", "steps_per_s", "success") if e.get(k) is not None)
-    out = [tqdm.format_meter(e["done"], e["total"], e.get("seconds", 0), prefix=f"{e['phase']} {e.get('task', '')}".strip(), postfix=post, **width)]
-    if e.get("n_stages"): out.insert(0, tqdm.format_meter(e["stage"], e["n_stages"], e.get("run_seconds", 0), prefix="stream", **width))
+    out = [tqdm.format_meter(e["done"], e["total"], e.get("seconds", 0),
+                             prefix=f"{e['phase']} {e.get('task', '')}".strip(), postfix=post, **width)]
+    if e.get("n_stages"):
+        out.insert(0, tqdm.format_meter(e["stage"], e["n_stages"], e.get("run_seconds", 0), prefix="stream", **width))
     return "\n".join(out)
 
 # %% ../../nbs/train/55_launch.ipynb #61fb7b29
@@ -82,7 +84,7 @@ def launch(
     except BaseException: stop(p); raise
     if rc := p.wait(): raise RuntimeError(f"{module} ended with exit code {rc}; its last lines:\n"+"\n".join(last))
 
-# %% ../../nbs/train/55_launch.ipynb #08abacee
+# %% ../../nbs/train/55_launch.ipynb #9cd04d33
 def sweep(
     run_dirs:list, # folders of runs that were begun
     parallel:int=2 # runs at the same time
@@ -108,5 +110,6 @@ def start(
 ):          # its process
     "Start a run's child without following it; what it says goes to console.txt."
     with open(Path(run_dir)/"console.txt", "a") as f:
-        return subprocess.Popen([sys.executable, "-m", "clvla.train", str(run_dir)], stdout=f, stderr=subprocess.STDOUT, start_new_session=True,
+        return subprocess.Popen([sys.executable, "-m", "clvla.train", str(run_dir)], stdout=f, stderr=subprocess.STDOUT,
+                                start_new_session=True,
                                 env=os.environ | {"CLVLA_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"})

@@ -31,7 +31,7 @@ def matrix_of(
     records = read_records(Path(run_dir)/"episodes.jsonl") if records is None else records
     return from_records(records, *stream_of(run_dir))
 
-# %% ../../nbs/train/59_report.ipynb #5335cdf3
+# %% ../../nbs/train/59_report.ipynb #61a61fdc
 def parts(
     run_dir # folder of a run with at least one evaluated stage
 )->dict:    # heading -> figure or table
@@ -41,12 +41,15 @@ def parts(
     out = {}
     if records:
         m = matrix_of(run_dir, records)
-        out |= {"Success matrix": heatmap(m), "Success over the stream": success_lines(m), "Metrics": metrics_table(records, stages, ids)}
-    losses = [dict(step=r["step"], loss=r["train/loss"], task=f"{r['stage']}: {r['task']}") for r in logs if "train/loss" in r]
+        out |= {"Success matrix": heatmap(m), "Success over the stream": success_lines(m),
+                "Metrics": metrics_table(records, stages, ids)}
+    losses = [dict(step=r["step"], loss=r["train/loss"], task=f"{r['stage']}: {r['task']}")
+              for r in logs if "train/loss" in r]
     drawn = {f"{r['stage']}: {r['task']}": r["drawn"] for r in logs if "drawn" in r}
     if drawn: out["What the batches were made of"] = replay_bars(drawn)
     if losses: out["Training loss"] = loss_curves(losses)
-    return out | {"Where the time went": time_split(read_json(run.path/"cost.json")["seconds"]), "Cost": cost_table(run_dir)}
+    return out | {"Where the time went": time_split(read_json(run.path/"cost.json")["seconds"]),
+                  "Cost": cost_table(run_dir)}
 
 def cost_table(
     run_dir # folder of a run
@@ -54,10 +57,11 @@ def cost_table(
     "What a run cost: seconds per part, peak memory, episodes, updates."
     run = RunFolder(run_dir); cost = read_json(run.path/"cost.json"); logs,records = run.logs(),run.episodes()
     rows = [(f"{k}, seconds", round(v, 1)) for k,v in cost["seconds"].items()]
-    rows += [("in all, seconds", round(sum(cost["seconds"].values()), 1)), ("peak memory of all processes, GB", cost["peak_memory_gb"]),
+    rows += [("in all, seconds", round(sum(cost["seconds"].values()), 1)),
+             ("peak memory of all processes, GB", cost["peak_memory_gb"]),
              ("optimizer updates", sum("train/loss" in r for r in logs)), ("evaluation episodes", len(records)),
              ("restarts of simulator workers", sum(r["restarts"] for r in records))]
-    return pd.DataFrame(rows, columns=["what", "value"])
+    return pd.DataFrame([(k, f"{v:g}") for k,v in rows], columns=["what", "value"])
 
 # %% ../../nbs/train/59_report.ipynb #2f3696a6
 def finish(

@@ -41,7 +41,7 @@ def keep_records(
     tmp = Path(f"{path}.tmp"); tmp.write_text("".join(json.dumps(r)+"\n" for r in kept)); os.replace(tmp, path)
     return len(records)-len(kept)
 
-# %% ../../nbs/train/51_run.ipynb #156d3dc1
+# %% ../../nbs/train/51_run.ipynb #50186d09
 class RunFolder:
     "Paths and records of one run."
     def __init__(self, path):
@@ -53,8 +53,8 @@ class RunFolder:
         "Claim the folder for `cfg`; ValueError when it belongs to another config."
         if (self.path/"config.json").exists():
             diff = differences(read_json(self.path/"config.json"), cfg)
-            if diff: raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(diff)}. Choose another run_dir, "
-                                      "or the same settings to continue that run")
+            if diff: raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(diff)}. "
+                                      "Choose another run_dir, or the same settings to continue that run")
             return "done" if self.done else "continued"
         if self.path.exists() and any(self.path.iterdir()):
             raise ValueError(f"{self.path} is not empty and no run folder (no config.json); choose another run_dir")
@@ -70,18 +70,20 @@ class RunFolder:
     def logs(self)->list: return read_jsonl(self.path/"log.jsonl")
     def episodes(self)->list: return read_jsonl(self.path/"episodes.jsonl")
 
-# %% ../../nbs/train/51_run.ipynb #41117980
+# %% ../../nbs/train/51_run.ipynb #2d319875
 def versions()->dict:
     "Versions of Python, the machine and the libraries that can change a number."
     names = ("clvla", "torch", "numpy", "accelerate", "safetensors", "mujoco", "metaworld", "lerobot")
     have = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
-    return dict(python=sys.version.split()[0], machine=platform.machine(), system=platform.system(), cpus=os.cpu_count(),
-                **{n: have.get(n, "not installed") for n in names})
+    return dict(python=sys.version.split()[0], machine=platform.machine(), system=platform.system(),
+                cpus=os.cpu_count(), **{n: have.get(n, "not installed") for n in names})
 
-# %% ../../nbs/train/51_run.ipynb #d8973707
+# %% ../../nbs/train/51_run.ipynb #13ce6844
 class Cost:
     "Seconds spent per phase, kept in `cost.json` over restarts."
-    def __init__(self, path): self.path = Path(path)/"cost.json"; self.seconds = read_json(self.path)["seconds"] if self.path.exists() else {}
+    def __init__(self, path):
+        self.path = Path(path)/"cost.json"
+        self.seconds = read_json(self.path)["seconds"] if self.path.exists() else {}
 
     def add(self,
         phase:str,    # demonstrations, training or evaluation

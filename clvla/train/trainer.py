@@ -5,16 +5,14 @@
 # %% auto #0
 __all__ = ['lr_factor', 'set_lr', 'make_optimizer', 'Trainer']
 
-# %% ../../nbs/train/53_trainer.ipynb #dae15cf7
+# %% ../../nbs/train/53_trainer.ipynb #4b40c84b
 import math, time
-from collections import Counter
 from contextlib import nullcontext
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fastcore.basics import patch
 from ..batch import rng_state, set_rng_state, torch_rng
-from ..core import TASK_ID
 from ..cl.base import CLContext, call_hook, cl_step, scope_ids, unwrap_optimizer
 from ..data.loader import TaskLoader
 from ..policies.base import param_groups
@@ -79,7 +77,7 @@ class Trainer:
         if self.algo.scope == "all": return [(0, scope_ids("all", ids, 0), "joint", n*len(ids))]
         return [(t, scope_ids(self.algo.scope, ids, t), i, n) for t,i in enumerate(ids)]
 
-# %% ../../nbs/train/53_trainer.ipynb #15679952
+# %% ../../nbs/train/53_trainer.ipynb #f82d7ccf
 @patch
 def fit(self:Trainer,
     t:int,         # stage of the stream
@@ -91,36 +89,36 @@ def fit(self:Trainer,
     cfg,algo = self.cfg,self.algo
     if self.opt is None: self.opt = self.acc.prepare(make_optimizer(self.policy, cfg))
     if cfg.reset_optimizer: unwrap_optimizer(self.opt, self.acc).state.clear()
-    ctx = CLContext(raw_model=self.policy, model=self.model, optimizer=self.opt, accelerator=self.acc, stream=self.stream, data=self.data,
-                    loader=TaskLoader(self.data, task_ids, cfg.seed, f"train-{t}"), generator=self.noise, task_id=name, t=t,
-                    seed=cfg.seed, max_norm=cfg.clip or None)
+    ctx = CLContext(raw_model=self.policy, model=self.model, optimizer=self.opt, accelerator=self.acc,
+                    stream=self.stream, data=self.data, loader=TaskLoader(self.data, task_ids, cfg.seed, f"train-{t}"),
+                    generator=self.noise, task_id=name, t=t, seed=cfg.seed, max_norm=cfg.clip or None)
     ema = EMA(self.policy, cfg.ema) if cfg.ema else None
     self.policy.train(); call_hook(algo, "on_task_start", ctx)
-    drawn,t0 = Counter(),time.time()
+    t0 = time.time()
     for step in range(n_steps):
         self.at_point(step, n_steps, t, name, ema)
         ctx.lr = set_lr(self.opt, step, n_steps, cfg.warmup)
         loss = cl_step(algo, ctx, cfg.batch_size//cfg.accumulation, cfg.accumulation)
         if ema: ema.update(self.policy)
-        drawn.update(ctx.batch[TASK_ID])  # which tasks the update really saw
         self.report(ctx, step, n_steps, float(loss), time.time()-t0)
     if ema: ema.copy_to(self.policy)      # the average is what is evaluated, and what the next task starts from
     call_hook(algo, "on_task_end", ctx)
-    self.log(stage=t, task=name, drawn=dict(drawn)); self.t = t+1
+    self.log(stage=t, task=name, drawn=dict(ctx.drawn)); self.t = t+1
 
-# %% ../../nbs/train/53_trainer.ipynb #0dbaef7d
+# %% ../../nbs/train/53_trainer.ipynb #19914c6c
 @patch
 def report(self:Trainer, ctx, step:int, n_steps:int, loss:float, seconds:float):
     "Log one update; FloatingPointError when the loss is not finite."
     if not math.isfinite(loss): raise FloatingPointError(
-        f"the loss is {loss} at update {step} of task {ctx.task_id!r} (stage {ctx.t}); lower lr (now {ctx.lr:.2g}) or clip below {self.cfg.clip}")
+        f"the loss is {loss} at update {step} of task {ctx.task_id!r} (stage {ctx.t}); "
+        f"lower lr (now {ctx.lr:.2g}) or clip below {self.cfg.clip}")
     penalty = {} if ctx.penalty is None else {"train/penalty": float(ctx.penalty.detach())}
     norm = {} if ctx.grad_norm is None else {"train/grad_norm": float(ctx.grad_norm)}
     last = step == n_steps-1
     self.log(stage=ctx.t, task=ctx.task_id, step=step, lr=ctx.lr, **{"train/loss": loss}, **norm, **penalty,
              **(self.algo.metrics() | {"time/steps_per_s": n_steps/max(seconds, 1e-9)} if last else {}))
-    self.progress(phase="training", task=ctx.task_id, done=step+1, total=n_steps, stage=ctx.t, n_stages=len(self.stages),
-                  seconds=seconds, loss=loss, lr=ctx.lr)
+    self.progress(phase="training", task=ctx.task_id, done=step+1, total=n_steps, stage=ctx.t,
+                  n_stages=len(self.stages), seconds=seconds, loss=loss, lr=ctx.lr)
 
 # %% ../../nbs/train/53_trainer.ipynb #7e636ff9
 @patch
@@ -130,11 +128,12 @@ def at_point(self:Trainer, step:int, n_steps:int, t:int, name:str, ema):
     if not P or self.curve is None or step not in {n_steps*k//P for k in range(P)}: return
     with ema.swap(self.policy) if ema else nullcontext(): self.curve(t, name, step)
 
-# %% ../../nbs/train/53_trainer.ipynb #2117c542
+# %% ../../nbs/train/53_trainer.ipynb #650a851b
 @patch
 def state_dict(self:Trainer)->dict:
     "State after a finished stage, without the policy's weights."
-    return dict(t=self.t, noise=rng_state(self.noise), algo=self.algo.state_dict(), opt=self.opt.state_dict() if self.opt else None)
+    return dict(t=self.t, noise=rng_state(self.noise), algo=self.algo.state_dict(),
+                opt=self.opt.state_dict() if self.opt else None)
 
 @patch
 def load_state_dict(self:Trainer, state:dict):
