@@ -40,7 +40,7 @@ setup() {
   local py; py=$(find_python)
   say "making the environment $ENV_DIR with $($py --version) at $py (a few minutes, about 6 GB with torch)"
   "$py" -m venv "$ENV_DIR"
-  "$ENV_DIR/bin/python" -m pip install -q --upgrade pip setuptools wheel
+  "$ENV_DIR/bin/python" -m pip install -q --upgrade pip "setuptools<82" wheel
   "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,lerobot,dev]'
   echo "$want" > "$ENV_DIR/.clvla"
 }
