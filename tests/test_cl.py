@@ -312,7 +312,7 @@ def test_adamw_step_is_torchs(steps):
 def test_refused_optimizers():
     model = Lookup(); batch = dict(x=torch.arange(4), y=torch.ones(4))
     for opt in (torch.optim.RMSprop(model.parameters(), 1e-2), torch.optim.AdamW(model.parameters(), 1e-2, amsgrad=True)):
-        with pytest.raises(ValueError, match="AdamW .* and SGD"):
+        with pytest.raises(ValueError, match="AdamW .* and of SGD"):
             interference(CLContext(raw_model=model, optimizer=opt), batch, batch, torch_rng(0, "n"))
 
 def test_frozen_parameters_stay_out_and_bf16_works():
