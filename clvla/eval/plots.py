@@ -16,11 +16,11 @@ from ..core import write_atomic
 from .metrics import SuccessMatrix, metrics
 from .stats import metric_intervals, wilson
 
-# %% ../../nbs/eval/73_plots.ipynb #87584f11
+# %% ../../nbs/eval/73_plots.ipynb #116b96ae
 def small(fig, title:str, width:int=640, height:int=340, **layout):
     "The look that all figures share."
-    return fig.update_layout(template="none", title=title, width=width, height=height,
-                             margin=dict(l=120, r=20, t=46, b=70), **layout)
+    fig.update_layout(template="none", title=title, width=width, height=height, margin=dict(l=120, r=20, t=46, b=70))
+    return fig.update_layout(**layout).update_xaxes(automargin=True).update_yaxes(automargin=True)  # long task names
 
 def _cell_text(k, n)->str:
     "Percentage and counts of one cell; nothing for one that was not measured."
