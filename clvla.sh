@@ -41,7 +41,7 @@ setup() {
   say "making the environment $ENV_DIR with $($py --version) at $py (a few minutes, about 6 GB with torch)"
   "$py" -m venv "$ENV_DIR"
   "$ENV_DIR/bin/python" -m pip install -q --upgrade pip "setuptools<82" wheel
-  "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,lerobot,dev]'
+  "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,lerobot,peft,deepspeed,dev]'
   echo "$want" > "$ENV_DIR/.clvla"
 }
 

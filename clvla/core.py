@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['IMAGE', 'IMAGES', 'STATE', 'ACTION', 'PAD', 'PROMPT', 'TASK_ID', 'INDEX', 'closest', 'Registry', 'require', 'seed_of',
-           'np_rng', 'write_atomic', 'write_json', 'read_json', 'sha256', 'config_json', 'config_from']
+           'np_rng', 'reason', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
+           'clean_temporary', 'sha256', 'config_json', 'config_from']
 
-# %% ../nbs/00_core.ipynb #e9ba66ad
-import difflib, hashlib, importlib.util, json, os, tempfile
+# %% ../nbs/00_core.ipynb #9b5d93f8
+import difflib, errno, hashlib, importlib.util, json, os, platform, re, secrets, shutil, time
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 import numpy as np
@@ -57,41 +58,102 @@ def np_rng(seed:int, *purpose)->np.random.Generator:
     "A numpy generator of its own for one purpose."
     return np.random.default_rng(seed_of(seed, *purpose))
 
-# %% ../nbs/00_core.ipynb #c1e513f6
+# %% ../nbs/00_core.ipynb #28082882
+def reason(
+    e:Exception # an OSError, perhaps raised on account of another
+)->str:         # as in "No space left on device"
+    "What the system said, without what was added on the way."
+    while isinstance(e.__cause__, OSError): e = e.__cause__
+    return getattr(e, "strerror", None) or str(e)
+
+def os_error(
+    text:str, # what could not be done, and what is there now
+    e:OSError # what the system said
+)->OSError:   # of the same class and number as `e`
+    "The error to raise: `text`, and what the user can do about it."
+    full,closed = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),(errno.EACCES, errno.EPERM, errno.EROFS)
+    todo = ("free some space or choose another folder" if e.errno in full else
+            "choose a folder that this user may write to" if e.errno in closed else "look at the disk and the path")
+    new = type(e)(f"{text}; {todo}, then start the same command again"); new.errno = e.errno
+    return new
+
+# %% ../nbs/00_core.ipynb #b4cd6359
+def fsync(path):
+    "Wait until a file or a folder's list of names is on the disk."
+    fd = os.open(path, os.O_RDONLY)
+    try: os.fsync(fd)
+    except OSError as e:
+        # some network file systems cannot sync a folder; their names are safe without
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP) or not Path(path).is_dir(): raise
+    finally: os.close(fd)
+
+_temporary = set()   # folders in which this process is writing just now
+
 def write_atomic(
     path,                # where the file shall be
     write                # called with the temporary path; writes the file there
 )->Path:
-    "Write a file under a temporary name, sync it, rename it."
-    path = Path(path); path.parent.mkdir(parents=True, exist_ok=True)
-    fd,tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(fd)
+    "Write a file in a temporary folder beside its place, sync it, rename it, sync the folder."
+    path = Path(path); was = there = False
+    tmp = path.parent/f".{path.name}.{os.getpid()}@{platform.node()}.{secrets.token_hex(4)}.tmp"; new = tmp/path.name
+    _temporary.add(tmp.name)
     try:
-        write(tmp)
-        with open(tmp, "rb") as f: os.fsync(f.fileno())
-        os.replace(tmp, path)
+        was = path.exists(); path.parent.mkdir(parents=True, exist_ok=True); tmp.mkdir()
+        write(str(new))
+        mode = tmp.stat().st_mode & 0o666   # readable for whom a new folder is; some writers make private files
+        if new.stat().st_mode & 0o777 != mode: new.chmod(mode)
+        fsync(new); os.replace(new, path); there = True; fsync(path.parent)
     except OSError as e:
-        raise OSError(f"could not write {path}: {e.strerror or e}. What was there before is untouched; "
-                      "free some space or choose another run_dir, then start the same command again") from e
-    finally: Path(tmp).unlink(missing_ok=True)
+        now = "the file that was there before is untouched" if was else "there was no such file before, nor is one now"
+        if there: raise os_error(f"{path} is written, but not surely on the disk: {reason(e)}", e) from e
+        raise os_error(f"could not write {path}: {reason(e)}; {now}", e) from e
+    finally: shutil.rmtree(tmp, ignore_errors=True); _temporary.discard(tmp.name)
     return path
 
+# %% ../nbs/00_core.ipynb #80d12e9a
 def write_json(path, obj)->Path:
     "Write `obj` as JSON, atomically."
-    return write_atomic(path, lambda tmp: Path(tmp).write_text(json.dumps(obj, indent=1, allow_nan=False)+"\n"))
+    return write_atomic(path, lambda tmp: Path(tmp).write_text(json_text(obj)))
+
+def json_text(obj)->str:
+    "`obj` as `write_json` writes it: equal values give equal text."
+    return json.dumps(obj, indent=1, allow_nan=False)+"\n"
 
 def read_json(path):
     "Read a JSON file; ValueError names the file when it is not JSON."
-    try: return json.loads(Path(path).read_text())
-    except json.JSONDecodeError as e:
+    try: return json.loads(Path(path).read_bytes().decode())
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not valid JSON ({e}); was it edited, or cut off?") from e
+
+# %% ../nbs/00_core.ipynb #70a25c9a
+def clean_temporary(
+    folder,          # where `write_atomic` has written
+    deep:bool=False, # look into its folders too
+    hours:float=24.  # age at which another machine's count as left: whether its process lives is not seen from here
+)->list:             # paths that were removed
+    "Remove what `write_atomic` of a killed process left in a folder, and nothing else."
+    gone = []
+    for p in sorted(Path(folder).glob("**/.*.tmp" if deep else ".*.tmp")):
+        m = re.fullmatch(r"\..+\.(\d+)@(.+)\.[0-9a-f]{8}\.tmp", p.name)
+        if not m or p.is_symlink() or not p.is_dir() or p.name in _temporary: continue
+        if m[2] == platform.node(): left = int(m[1]) == os.getpid() or not _alive(int(m[1]))
+        else: left = time.time()-p.stat().st_mtime > 3600*hours
+        if left: shutil.rmtree(p, ignore_errors=True); gone.append(p)
+    return gone
+
+def _alive(pid:int)->bool:
+    "Whether a process of this machine is there."
+    try: os.kill(pid, 0)
+    except ProcessLookupError: return False
+    except PermissionError: pass   # it is there and belongs to somebody else
+    return True
 
 # %% ../nbs/00_core.ipynb #e02b26bb
 def sha256(path)->str:
     "SHA-256 of a file, as 64 hexadecimal digits."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
-# %% ../nbs/00_core.ipynb #e6170a9e
+# %% ../nbs/00_core.ipynb #744923ca
 def config_json(cfg)->dict:
     "The config as plain JSON values."
     return asdict(cfg)
@@ -102,6 +164,7 @@ def config_from(
 ):
     "Build a config; ValueError for an unknown name, with the closest known one."
     known = {f.name: f for f in fields(cls)}
+    if not isinstance(d, dict): raise ValueError(f"a config is a dict of parameters, found {type(d).__name__}")
     for k in d:
         if k not in known: raise ValueError(f"unknown parameter {k!r}{closest(k, known)}")
     for k,f in known.items():

@@ -1,24 +1,37 @@
 """An environment without a simulator, for the tests of the pool: a point in the plane, and faults on demand."""
-import time
+import ctypes, os, sys, time
+from pathlib import Path
 import numpy as np
 from clvla.envs.base import Env, envs
 
 class LightEnv(Env):
-    "A point that adds up its actions; `fault` in the spec is one of start, raise, sleep."
+    """A point that adds up its actions. `fault` in the spec is one of start, begin, raise, sleep, render, segv, exit, noise;
+    `at` is the step at which it happens, `once` a file that is made by the first fault and prevents the next."""
     kind,state_dim,action_dim = "light",3,2
     def __init__(self, spec, image_size=8, seed=0):
         super().__init__(spec, image_size, seed)
-        self.fault = spec.get("fault")
+        self.fault,self.at,self.once = spec.get("fault"),spec.get("at", 0),spec.get("once")
         if self.fault == "start": raise ValueError("this environment cannot be built")
+        if self.fault in ("start-segv", "start-hang", "start-type"): self.do(self.fault.removeprefix("start-"))
+    def do(self, fault):
+        if self.once:
+            if Path(self.once).exists(): return
+            Path(self.once).touch()
+        if fault == "raise": raise ZeroDivisionError("the robot fell over")
+        if fault == "type": raise KeyError("no such joint")
+        if fault == "segv": print("the last thing I did", flush=True); ctypes.string_at(0)
+        if fault == "exit": sys.exit(7)
+        if fault in ("sleep", "hang", "render"): time.sleep(60)
+        if fault == "noise": os.write(2, b"WARNING: a loud simulator\n"*20_000)
     def _begin(self, seed): self.x = np.random.default_rng(seed).normal(size=3)
     def _act(self, a):
-        if self.fault == "raise": raise ZeroDivisionError("the robot fell over")
-        if self.fault == "sleep": time.sleep(60)
+        if self.t == self.at and self.fault in ("raise", "sleep", "segv", "exit", "noise"): self.do(self.fault)
         self.x = self.x+np.array([a[0], a[1], .01])
         return float(a[0]),bool(self.x[0] > 3)
     @property
     def state(self): return self.x.astype(np.float32)
     def render(self, out=None):
+        if self.fault == "render" and self.t > self.at: self.do("render")
         im = np.full((self.image_size,)*2+(3,), int(abs(self.x[0])*50)%256, np.uint8)
         if out is None: return im
         out[:] = im

@@ -3,7 +3,7 @@ from copy import deepcopy
 import numpy as np, pytest, torch
 from clvla.batch import load_state, save_state, take, torch_rng
 from clvla.cl.all import algos, make_algo
-from clvla.cl.base import CLAlgorithm, CLContext, Compose, call_hook, cl_step, flatten, unflatten, unwrap_optimizer
+from clvla.cl.base import CLAlgorithm, CLContext, Compose, Engine, call_hook, cl_step, flatten, unflatten, unwrap_optimizer
 from clvla.cl.buffer import Reservoir, TaskBuffer, check_choice, check_count, draw_positions, quotas, slots
 from clvla.cl.er import ER, n_replay
 from clvla.cl.ewc import EWC, check_finite, fisher
@@ -123,7 +123,7 @@ def test_references_and_values_give_the_same_batches():
 
 def test_processes_hold_one_memory_and_share_a_draw():
     bufs = [filled(seed=4) for _ in range(3)]
-    got = [list(zip(b[TASK_ID], b[INDEX].tolist())) for r,buf in enumerate(bufs) for b in [buf.sample(10, STREAM.train, r, 3)]]
+    got = [list(zip(b[TASK_ID], b[INDEX].tolist())) for r,buf in enumerate(bufs) for b in [buf.sample(30, STREAM.train, range(r, 30, 3))]]
     assert len({x for g in got for x in g}) == 30 and len({str(b.state_dict()["rng"]) for b in bufs}) == 1
 
 def test_reservoir_keeps_each_item_with_the_same_probability():
@@ -320,7 +320,7 @@ def test_frozen_parameters_stay_out_and_bf16_works():
     ctx.raw_model.net[0].requires_grad_(False)
     assert len(interference(ctx, current, ctx.data.fetch("task0", range(5)), torch_rng(0, "n"))) == 5
     ctx.raw_model.requires_grad_(True).bfloat16()
-    ctx.optimizer = ctx.raw_optimizer = torch.optim.AdamW(ctx.raw_model.parameters(), 1e-2)
+    ctx.engine = Engine(ctx.raw_model, torch.optim.AdamW(ctx.raw_model.parameters(), 1e-2))
     half = lambda b: {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k,v in b.items()}
     draw = ctx.raw_model.draw
     ctx.raw_model.draw = lambda *a: tuple(x.bfloat16() for x in draw(*a))

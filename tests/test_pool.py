@@ -1,10 +1,10 @@
 """The pool of environments: same results for any number of workers, faults, and nothing left behind."""
-import os, signal, subprocess, sys, time
+import gc, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 import pytest
 from clvla.core import IMAGE, STATE
-from clvla.envs.pool import EnvPool
+from clvla.envs.pool import EnvPool, recv, send
 
 HERE = str(Path(__file__).parent)
 
@@ -38,15 +38,15 @@ def shm_of(pids):
     return [l.split()[-1] for l in maps.splitlines() if "/dev/shm/" in l],"/memfd:clvla-envs (deleted)" in maps
 
 def play(pool, n_trials=2):
-    "Each slot plays trials 0, 1, ... to their ends; every number that came back."
-    rng = {i: np.random.default_rng(i) for i in range(len(pool))}
+    "Each slot plays trials 0, 1, ... to their ends; every number that came back. An episode that began again counts from there."
     log,trial = {},{i: 0 for i in range(len(pool))}
     for i in trial: pool.reset(i, 0)
     while trial:
         for r in pool.wait(30):
             k = (r.slot, r.trial)
+            if r.restarted: log[k] = []
             log.setdefault(k, []).append((r.n_steps, r.reward, r.success, r.truncated, r.obs[STATE].tobytes(), r.obs[IMAGE].tobytes()))
-            if not (r.terminated or r.truncated): pool.step(r.slot, rng[r.slot].uniform(-.2, 1, (4, 2))); continue
+            if not (r.terminated or r.truncated): pool.step(r.slot, np.random.default_rng([*k, len(log[k])]).uniform(-.2, 1, (4, 2))); continue
             trial[r.slot] += 1
             if trial[r.slot] == n_trials: del trial[r.slot]
             else: pool.reset(r.slot, trial[r.slot])
@@ -143,7 +143,104 @@ def test_worker_that_raises_ends_the_run_with_its_traceback():
         with pytest.raises(RuntimeError) as e:
             while True: pool.step(0, np.zeros((2, 2))) if pool.wait(30) else None
     assert "the robot fell over" in str(e.value) and "_act" in str(e.value) and "max_restarts=2" in str(e.value)
-    assert pool.restarts == 2
+    assert "before trial 0 of task-0" in str(e.value) and "make_env(" in str(e.value) and pool.restarts == 2
+
+FAULTS = dict(**{"raise": "the robot fell over"}, exit="exit status 7", segv="killed by SIGSEGV - native code crashed", sleep="in do", render="in render")
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_noticed_and_the_trial_run_again(fault, tmp_path):
+    "One fault in the middle of slot 0's trial: the same numbers as without, a reason that says where, and the others untouched."
+    sp = specs(4); sp[0] |= dict(fault=fault, at=5, once=str(tmp_path/"once"))
+    with light(4, 2) as pool: want = play(pool, 1)
+    with light(4, 2, sp=sp, timeout=1.5) as pool: got = play(pool, 1); restarts,why = pool.restarts,pool.reasons[0]
+    assert restarts == 1 and (tmp_path/"once").exists() and got == want
+    assert why.startswith("slots [0, 2]: ") and FAULTS[fault] in why and ("light_env.py" in why or fault == "exit"), why
+    if fault == "segv": assert "the last thing I did" in why
+    if fault in ("sleep", "render"): assert "raise the timeout" in why
+
+def test_last_words_are_heard_although_commands_were_left_unread():
+    ours,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        for i in range(3): send(ours, slot=i)
+        assert recv(theirs) == dict(slot=0); send(theirs, error="why"); theirs.close()
+        assert recv(ours) == dict(error="why") and recv(ours) is None
+
+def test_stopped_worker_says_where_it_stood():
+    with light(1, 1, timeout=1) as pool:
+        pool.reset(0, 0); all_of(pool); time.sleep(.2)                  # until it waits again
+        os.kill(pids(pool)[0], signal.SIGSTOP); pool.step(0, np.zeros((2, 2)))
+        assert all_of(pool)[0].restarted and "is stopped" in pool.reasons[0] and "in recv" in pool.reasons[0], pool.reasons[0]
+
+def test_a_hang_that_comes_back_ends_the_run_with_its_place():
+    with light(1, 1, sp=specs(1, fault="render"), timeout=.7, max_restarts=1) as pool:
+        pool.reset(0, 4); pool.wait(30); pool.step(0, np.zeros((2, 2)))
+        with pytest.raises(RuntimeError, match="before trial 4 of task-0 was over, more than max_restarts=1") as e:
+            while True: [pool.step(r.slot, np.zeros((2, 2))) for r in pool.wait(30)]
+    assert "in render" in str(e.value) and "set MUJOCO_GL" in str(e.value)
+
+def test_failures_count_until_an_episode_is_over():
+    "A worker that is lost in every episode goes on for ever; one that never finishes an episode does not."
+    with light(2, 1, max_restarts=1) as pool:
+        for trial in range(4):
+            for i in range(2): pool.reset(i, trial)
+            all_of(pool); os.kill(pids(pool)[0], signal.SIGKILL)
+            for n in range(6):
+                for i in range(2): pool.step(i, np.zeros((4, 2)))
+                got = all_of(pool)
+            assert all(r.truncated for r in got.values())
+        assert pool.restarts == 4
+        for i in range(2): pool.reset(i, 0)
+        all_of(pool)
+        with pytest.raises(RuntimeError, match="killed by SIGKILL - memory may have run out"):
+            for n in range(3): os.kill(pids(pool)[0], signal.SIGKILL); pool.step(0, np.zeros((1, 2))); all_of(pool)
+        assert pool.restarts == 5
+    with pytest.raises(ValueError, match="closed; make a new one"): pool.reset(0, 0)
+
+def test_a_worker_that_is_lost_while_it_restarts_is_replaced_again():
+    with light(4, 2) as pool:
+        for i in range(4): pool.reset(i, 3)
+        start = all_of(pool)[0].obs[STATE].copy()
+        os.kill(pids(pool)[0], signal.SIGKILL); pool.step(0, np.zeros((1, 2)))
+        while pool.restarts < 1: pool.wait(.01)
+        os.kill(pids(pool)[0], signal.SIGKILL)
+        got = all_of(pool, [0, 2])
+        assert pool.restarts == 2 and got[0].restarted and np.array_equal(got[0].obs[STATE], start)
+
+def test_a_fault_while_others_work_does_not_hold_them_up():
+    with light(2, 2) as pool:
+        for i in range(2): pool.reset(i, 0)
+        all_of(pool); os.kill(pids(pool)[0], signal.SIGKILL); pool.step(0, np.zeros((1, 2)))
+        while pool.restarts < 1: pool.wait(.01)
+        t = time.time(); pool.step(1, np.zeros((1, 2))); first = pool.wait(30)
+        assert [r.slot for r in first] == [1] and time.time()-t < .2
+
+def test_noise_of_a_worker_fills_nothing(capfd):
+    "Half a megabyte of warnings in each step: no pipe that could fill, nothing on our own streams, and memory stays small."
+    with light(1, 1, sp=[dict(kind="light", name="a", max_steps=9, fault="noise", at=k) for k in (1,)]) as pool:
+        size = []
+        for trial in range(5):
+            pool.reset(0, trial); r = all_of(pool)[0]
+            while not r.truncated: pool.step(0, np.zeros((3, 2))); r = all_of(pool)[0]
+            size.append(os.fstat(pool._workers[0].child.words).st_size)
+        assert pool.restarts == 0 and 0 < max(size) < 2**21 and len(set(size)) > 1
+    assert capfd.readouterr() == ("", "")
+
+def n_fds(): return len(os.listdir("/proc/self/fd"))
+
+def test_no_file_descriptor_is_left():
+    with light(2, 1) as pool: pass                                    # whatever a first pool imports
+    gc.collect(); before = n_fds()
+    pool = light(2, 2, max_restarts=20); running = n_fds()
+    for i in range(2): pool.reset(i, 0)
+    all_of(pool)
+    for k in range(6):
+        os.kill(pids(pool)[k%2], signal.SIGKILL)
+        for i in range(2): pool.step(i, np.zeros((1, 2)))
+        all_of(pool)
+    assert pool.restarts == 6 and n_fds() == running
+    pool.close(); gc.collect(); assert n_fds() == before
+    with pytest.raises(ValueError): light(2, 2, sp=[*specs(1), *specs(1, fault="start")])
+    gc.collect(); assert n_fds() == before
 
 def test_errors_at_start_come_at_once():
     t = time.time()
@@ -151,7 +248,16 @@ def test_errors_at_start_come_at_once():
     assert "light_env.py" in e.value.__notes__[0]
     with pytest.raises(ValueError, match="did you mean 'light'"): light(1, 1, sp=[{"kind": "lihgt", "name": "a"}])
     with pytest.raises(ModuleNotFoundError, match="no_such_module"): light(1, 1, setup="no_such_module")
+    with pytest.raises(RuntimeError, match="KeyError in a worker: 'no such joint'.*without a worker"): light(1, 1, sp=specs(1, fault="start-type"))
     assert time.time()-t < 20
+
+def test_a_worker_that_dies_or_hangs_at_start(tmp_path):
+    with light(1, 1, sp=specs(1, fault="start-segv", once=str(tmp_path/"once"))) as pool: assert pool.restarts == 1 and play(pool, 1)
+    with pytest.raises(RuntimeError, match="died while starting, 2 times; the last: killed by SIGSEGV - native code crashed") as e:
+        light(1, 1, sp=specs(1, fault="start-segv"), max_restarts=1)
+    assert "set MUJOCO_GL" in str(e.value) and "in do" in str(e.value)
+    with pytest.raises(RuntimeError, match="raise start_timeout or use fewer workers") as e: light(1, 1, sp=specs(1, fault="start-hang"), start_timeout=2)
+    assert "in do" in str(e.value)
 
 def test_close_leaves_nothing():
     before = shm_of([os.getpid()])[0]   # of whoever shares this process: torch, another test

@@ -201,7 +201,7 @@ def test_the_page_refuses_what_it_does_not_know(tmp_path, given, says):
 @pytest.mark.parametrize("kw,says", [
     (dict(replay_ratio=1.), r"\[0,1\)"), (dict(replay_ratio=-.1), r"\[0,1\)"), (dict(batch_size=0), "above 0"), (dict(buffer_size=-1), "negative"),
     (dict(algo="ewc", buffer_size=5), "no setting 'buffer_size'"), (dict(algo="er", algo_kw=dict(sampel="x")), "no setting 'sampel'"),
-    (dict(suite="/no/folder"), "neither a registered stream nor an existing folder"), (dict(num_processes=2), "one process"),
+    (dict(suite="/no/folder"), "neither a registered stream nor an existing folder"), (dict(num_processes=3), "cannot be split into 3"), (dict(strategy="zero2"), "num_processes"),
     (dict(suite=dict(base="mw5", tasks=["window-clos"])), "did you mean 'window-close'"), (dict(task_order=[0, 0]), "task_order"),
     (dict(accumulation=3), "micro-batches"), (dict(head="l2"), "did you mean 'l1'"), (dict(image_size=50), "image"),
 ])

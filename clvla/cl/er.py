@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['n_replay', 'ER']
 
-# %% ../../nbs/cl/36_er.ipynb #50feff03
+# %% ../../nbs/cl/36_er.ipynb #395ba7b3
 from ..batch import batch_size, cat, take, to_device
 from .base import CLAlgorithm
 from .buffer import TaskBuffer
-from ..core import TASK_ID
 
 # %% ../../nbs/cl/36_er.ipynb #3beda903
 def n_replay(
@@ -19,7 +18,7 @@ def n_replay(
     "Equation 1's count."
     return min(round(B*ratio), B-1)
 
-# %% ../../nbs/cl/36_er.ipynb #f029cb7f
+# %% ../../nbs/cl/36_er.ipynb #5a7e0c28
 class ER(CLAlgorithm):
     "Experience replay."
     def __init__(self,
@@ -44,13 +43,14 @@ class ER(CLAlgorithm):
     def modify_batch(self, batch, ctx):
         n = self.n_replay(ctx.batch_size)
         if not n: return batch
-        fresh = take(batch, range(min(batch_size(batch), ctx.batch_size-n)))
-        return cat(fresh, self.count(self.choose(n, ctx), ctx))
+        keep = min(batch_size(batch) if ctx.world == 1 else ctx.filled, ctx.batch_size-n)
+        fresh,ctx.filled = take(batch, range(len(ctx.share(keep)))),keep+n
+        drawn = self.choose(n, ctx)
+        for t,_ in drawn: self.replayed[t] = self.replayed.get(t, 0) + 1
+        old = self.buf.fetch([drawn[i] for i in ctx.share(n, keep)], ctx.data)
+        return cat(fresh, to_device(old, ctx.device))
 
-    def choose(self, n, ctx): return self.buf.sample(n, ctx.data, ctx.rank, ctx.world)
-    def count(self, old, ctx):
-        for t in old[TASK_ID]: self.replayed[t] = self.replayed.get(t, 0) + 1
-        return to_device(old, ctx.device)
+    def choose(self, n, ctx): return self.buf.draw(n)
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
     def metrics(self): return {"buffer": float(len(self.buf)),
         **{f"replayed/{t}": float(n) for t,n in self.replayed.items()}}

@@ -14,26 +14,26 @@ from .base import CLAlgorithm, CLContext, flatten, unflatten
 from .buffer import check_choice, check_count
 from .mir import draw_noise, quiet
 
-# %% ../../nbs/cl/38_ewc.ipynb #e37f1502
+# %% ../../nbs/cl/38_ewc.ipynb #48d7c3be
 def fisher(
     ctx:CLContext,
-    batches,          # batches of the finished task
+    batches,          # batches of the finished task, or this process's share of them
     form:str="sample", # "sample" or "batch" (eq. a)
     generator:torch.Generator|None=None # of the head's noise
 )->Tensor:            # (P,) one number per trained weight
     "Diagonal Fisher information of the loss; nothing is changed."
-    F,n = 0.,0
+    F,n = torch.zeros((), device=ctx.device),0
     with quiet(ctx.raw_model):
         for b in batches:
-            b = to_device(b, ctx.device)
-            noise,time = draw_noise(ctx, batch_size(b), generator)
-            parts = [slice(None)] if form == "batch" else [slice(i, i+1) for i in range(batch_size(b))]
-            for i in parts:
+            b,B = to_device(b, ctx.device),ctx.total(b)
+            draws = [x if x is None else x[ctx.rank::ctx.world] for x in draw_noise(ctx, B, generator)]
+            for i in [slice(None)] if form == "batch" else [slice(i, i+1) for i in range(batch_size(b) if b else 0)]:
                 one = b if form == "batch" else take(b, [i.start])
-                g = ctx.grads_of(one, *(x if x is None else x[i] for x in (noise, time)), average=False)
-                F,n = F + g.float().square(), n+1
+                g = ctx.grads_of(one, *(x if x is None else x[i] for x in draws), average=form == "batch")
+                F = F + g.float().square()
+            n += 1 if form == "batch" else B
     if not n: raise ValueError("no batches to estimate the Fisher information from; give n_batches at least 1")
-    return check_finite(ctx.accelerator.reduce(F/n, "mean") if ctx.world > 1 else F/n, ctx.params())
+    return check_finite((F if form == "batch" else ctx.reduce(F))/n, ctx.params())
 
 # %% ../../nbs/cl/38_ewc.ipynb #56dae8f2
 def check_finite(
@@ -56,9 +56,10 @@ def merge(
     share = F1/(F1+F2).clamp(min=torch.finfo(F1.dtype).tiny)
     return F1+F2, a2 + share*(a1-a2), (share*F2*(a1-a2)**2).sum()
 
-# %% ../../nbs/cl/38_ewc.ipynb #e6f6da39
+# %% ../../nbs/cl/38_ewc.ipynb #b8b18298
 class EWC(CLAlgorithm):
     "Elastic weight consolidation."
+    zero3 = False  # springs hold whole weights
     def __init__(self,
         lam:float=1.,          # stiffness of the springs, eq. 3
         mode:str="separate",   # "separate": a spring per task, eq. b; "online": one that fades, eq. c

@@ -6,14 +6,14 @@
 __all__ = ['quiet', 'adamw_step', 'virtual_step', 'losses_at', 'draw_noise', 'interference', 'true_change', 'rank_correlation',
            'MIR']
 
-# %% ../../nbs/cl/37_mir.ipynb #9a06bfa1
+# %% ../../nbs/cl/37_mir.ipynb #15c67bcb
 from contextlib import contextmanager
 from copy import deepcopy
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.func import functional_call
-from ..batch import batch_size, rng_state, set_rng_state, to_device, torch_rng
+from ..batch import batch_size, rng_state, set_rng_state, take, to_device, torch_rng
 from .base import CLContext, flatten, unflatten
 from .buffer import check_choice, check_count, draw_positions
 from .er import ER
@@ -46,7 +46,7 @@ def adamw_step(
     m,v = b1*m + (1-b1)*g, b2*v + (1-b2)*g*g
     return p*(1-lr*group["weight_decay"]) - lr*(m/(1-b1**t))/((v/(1-b2**t)).sqrt() + group["eps"])
 
-# %% ../../nbs/cl/37_mir.ipynb #7490cf2f
+# %% ../../nbs/cl/37_mir.ipynb #d5d7dea5
 def virtual_step(
     ctx:CLContext,
     g:Tensor    # (P,) gradient of the current samples, all trained parameters
@@ -60,11 +60,9 @@ def virtual_step(
         raise ValueError("MIR knows the steps of AdamW (without amsgrad or maximize) and of SGD (without momentum "
             f"or weight decay), found {type(opt).__name__} with other settings; use one of the two")
     if ctx.max_norm: g = g*(ctx.max_norm/(g.norm()+1e-6)).clamp(max=1)
-    groups = {id(p): gr for gr in opt.param_groups for p in gr["params"]}
-    def one(p, g):
-        gr = groups[id(p)]
-        return adamw_step(p, g, gr, opt.state[p] if p in opt.state else {}) if adam else p - gr["lr"]*g
-    with torch.no_grad(): return {n: one(ps[n], g_n) for n,g_n in unflatten(g, ps).items() if id(ps[n]) in groups}
+    def one(p, g, gr): return adamw_step(p, g, gr, ctx.engine.moments(p)) if adam else p - gr["lr"]*g
+    groups = {n: ctx.engine.group(p) for n,p in ps.items()}
+    with torch.no_grad(): return {n: one(ps[n], x, groups[n]) for n,x in unflatten(g, ps).items() if groups[n]}
 
 # %% ../../nbs/cl/37_mir.ipynb #0a6436fd
 def losses_at(
@@ -83,7 +81,7 @@ def draw_noise(ctx:CLContext, B:int, generator, n:int=1)->tuple:
     draws = [ctx.raw_model.draw(B, generator) for _ in range(n)]
     return tuple(None if xs[0] is None else torch.cat(xs, 1).to(ctx.device) for xs in zip(*draws))
 
-# %% ../../nbs/cl/37_mir.ipynb #37ddcab3
+# %% ../../nbs/cl/37_mir.ipynb #c084380f
 def interference(
     ctx:CLContext,
     current:dict,    # samples of the new task, which set the direction
@@ -92,11 +90,14 @@ def interference(
     n_draws:int=4    # times the policy's own noise draws
 )->Tensor:           # (C,) loss after minus before the pretended step
     "Equation 1, with common noise and the optimizer's own step."
+    mine,C = slice(ctx.rank, None, ctx.world),batch_size(candidates)
+    own = lambda xs: tuple(x if x is None else x[mine] for x in xs)
     with quiet(ctx.raw_model):
-        g = ctx.grads_of(current, *draw_noise(ctx, batch_size(current), generator))
-        noise,time = draw_noise(ctx, batch_size(candidates), generator, n_draws)
-        after = losses_at(ctx, virtual_step(ctx, g), candidates, noise, time)
-        return after - losses_at(ctx, {}, candidates, noise, time)
+        g = ctx.grads_of(current, *own(draw_noise(ctx, ctx.total(current), generator)))
+        noise,time = own(draw_noise(ctx, C, generator, n_draws))
+        theta,part,change = virtual_step(ctx, g),take(candidates, range(C)[mine]),torch.zeros(C, device=ctx.device)
+        if part: change[mine] = losses_at(ctx, theta, part, noise, time) - losses_at(ctx, {}, part, noise, time)
+        return ctx.reduce(change)
 
 # %% ../../nbs/cl/37_mir.ipynb #37ca9956
 def true_change(
@@ -123,9 +124,10 @@ def rank_correlation(a:Tensor, b:Tensor)->float:
     ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
     return float(torch.corrcoef(ranks)[0, 1])
 
-# %% ../../nbs/cl/37_mir.ipynb #decae006
+# %% ../../nbs/cl/37_mir.ipynb #a546f198
 class MIR(ER):
     "Maximally interfered retrieval on top of experience replay."
+    zero3 = False  # scoring needs whole weights
     def __init__(self,
         buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs",
             total_size:int|None=None, # as in ER
@@ -153,7 +155,7 @@ class MIR(ER):
     def choose(self, n, ctx):
         now = (self.step+1)%self.refresh == 0
         if now: self.score(ctx)
-        return self.buf.fetch(self.pick(n*ctx.world, now)[ctx.rank::ctx.world], ctx.data)
+        return self.pick(n, now)
 
     def metrics(self):
         return {**super().metrics(), "refreshes": float(self.n_refresh), "score_max": self.scores[0],
@@ -177,10 +179,10 @@ def score(self:MIR, ctx):
     best = s.topk(min(self.top_k, len(drawn))).indices.tolist()
     self.cache,self.n_refresh,self.scores = [drawn[i] for i in best],self.n_refresh+1,[float(s.max()), float(s.mean())]
 
-# %% ../../nbs/cl/37_mir.ipynb #a82fc6cb
+# %% ../../nbs/cl/37_mir.ipynb #3a57dae1
 @patch
 def pick(self:MIR,
-    n:int,   # samples, of all processes together
+    n:int,   # samples, over all processes
     now:bool # candidates were scored for this very step
 )->list:     # (task_id, position in memory)
     "The remembered samples of this step."

@@ -55,16 +55,18 @@ class TaskData:
         b = cat(*(self.fetch(k, [refs[r][1] for r in at]) for k,at in rows.items()))
         return b if len(rows) == 1 else take(b, np.argsort([r for at in rows.values() for r in at]))
 
-# %% ../../nbs/data/14_loader.ipynb #de67017d
+# %% ../../nbs/data/14_loader.ipynb #e286eadc
 class TaskLoader:
     "An endless, repeatable order over the frames of some tasks."
     def __init__(self,
         data:TaskData,        # where the frames are
         task_ids:list,        # whose frames to load
         seed:int,             # the run's seed
-        purpose:str="train"   # loaders for different purposes shuffle independently
+        purpose:str="train",  # loaders for different purposes shuffle independently
+        rank:int=0, world:int=1 # of `world` processes, number `rank` gets every `world`-th sample of each batch
     ):
         self.data,self.task_ids,self.seed,self.purpose = data,list(task_ids),seed,purpose
+        self.rank,self.world,self._order = rank,world,(None, None)
         if not task_ids: raise ValueError("a loader needs at least one task, found none")
         self.starts = np.cumsum([0]+[data.n_frames(k) for k in task_ids])
         self.epoch,self.position = 0,0
@@ -73,7 +75,9 @@ class TaskLoader:
 
     def permutation(self, epoch:int)->np.ndarray:
         "The order of one epoch (eq. 1): a pure function of seed, purpose, tasks and epoch."
-        return np_rng(self.seed, self.purpose, *self.task_ids, epoch).permutation(len(self))
+        if self._order[0] != epoch:
+            self._order = epoch,np_rng(self.seed, self.purpose, *self.task_ids, epoch).permutation(len(self))
+        return self._order[1]
 
     def _name(self, flat)->list:
         "References of frames that are counted through all tasks."
@@ -90,7 +94,7 @@ class TaskLoader:
             if self.position == len(self): self.epoch,self.position = self.epoch+1,0
         return got
 
-    def next(self, n:int)->dict: return self.data.fetch_refs(self.refs(n))
+    def next(self, n:int)->dict: return self.data.fetch_refs(self.refs(n)[self.rank::self.world])
     def all_refs(self)->list: return self._name(np.arange(len(self)))
     def state_dict(self)->dict: return dict(epoch=self.epoch, position=self.position, task_ids=list(self.task_ids))
 
@@ -108,13 +112,13 @@ def load_state_dict(self:TaskLoader,
             f"change?")
     self.epoch,self.position = int(state["epoch"]),int(state["position"])
 
-# %% ../../nbs/data/14_loader.ipynb #78135f00
+# %% ../../nbs/data/14_loader.ipynb #fba3eba2
 @patch
 def sample_batches(self:TaskLoader,
     n_batches:int, # how many
-    B:int,         # samples in each
+    B:int,         # samples in each, over all processes
     purpose:str    # what for, as in "fisher"
 ):                 # yields processed batches
     "Repeatable batches that do not move the loader."
-    aside = TaskLoader(self.data, self.task_ids, self.seed, f"{self.purpose}/{purpose}")
+    aside = TaskLoader(self.data, self.task_ids, self.seed, f"{self.purpose}/{purpose}", self.rank, self.world)
     for _ in range(n_batches): yield aside.next(B)

@@ -18,11 +18,12 @@ from ..envs.base import make_env
 from ..envs.pool import EnvPool
 from .metrics import record_key
 
-# %% ../../nbs/eval/72_rollout.ipynb #4513c4bc
+# %% ../../nbs/eval/72_rollout.ipynb #7aa881dd
 @dataclass
 class Row:
     "One environment and the trials it still has to try."
-    slot:int                # place in the pool and in the batch
+    row:int                 # place in the batch
+    slot:int|None           # place in the pool; None = the environment is another process's
     task:object             # has `id` and `prompt`
     queue:list              # trials to come
     trial:int|None = None   # under way; None = nothing to do
@@ -48,15 +49,17 @@ def plan(
     rows,      # task of each row
     trials,    # trial numbers that every task shall try
     tasks,     # ids of the tasks to try; the other rows stay idle
-    skip       # trial is left out where `skip(task_id, trial)`
+    skip,      # trial is left out where `skip(task_id, trial)`
+    mine=None  # rows whose environments are ours, in the order of the pool's slots; None = all
 )->list:       # of Row
     "Give every row its trials: the n-th trial of a task goes to its row n modulo its number of rows."
     of = {t.id: [i for i,r in enumerate(rows) if r.id == t.id] for t in rows}
     for j in tasks:
         if j not in of: raise ValueError(f"no row tries task {j!r}{closest(j, of)}")
+    slot = {i: s for s,i in enumerate(range(len(rows)) if mine is None else mine)}
     queue = lambda i,t: [n for n in list(trials)[of[t.id].index(i)::len(of[t.id])]
-                         if not skip(t.id, n)] if t.id in tasks else []
-    return [Row(i, t, queue(i, t)) for i,t in enumerate(rows)]
+                         if not skip(t.id, n)] if t.id in tasks and i in slot else []
+    return [Row(i, slot.get(i), t, queue(i, t)) for i,t in enumerate(rows)]
 
 # %% ../../nbs/eval/72_rollout.ipynb #d709e6d8
 def act(
@@ -75,7 +78,7 @@ def act(
                                  noise=None if noise is None else noise.to(device))
     return processor.unnormalise(chunk.float().cpu()).numpy()
 
-# %% ../../nbs/eval/72_rollout.ipynb #fb3c58f6
+# %% ../../nbs/eval/72_rollout.ipynb #ea5b213d
 def record(r:Row, res, seed:int, stage_info:dict)->dict:
     "The record of a finished episode."
     return dict(stage=stage_info["stage"], after=stage_info["after"], task=r.task.id, trial=int(r.trial),
@@ -85,40 +88,50 @@ def record(r:Row, res, seed:int, stage_info:dict)->dict:
 
 def collect(
     pool, rs, obs:dict, pending:set, seed:int,
-    finish  # called with (row, result) when an episode is over
+    finish,  # called with (row, result) when an episode is over
+    on_round # called about once a second while nothing comes
 ):
     "Wait until every row in `pending` has an observation to act on, or nothing left to do."
+    at = {r.slot: r for r in rs if r.slot is not None}
     while pending:
-        for res in pool.wait():
-            r = rs[res.slot]; pending.discard(r.slot)
+        if not (results := pool.wait(1.)): on_round(); continue
+        for res in results:
+            r = at[res.slot]; pending.discard(r.row)
             if r.trial is None: continue
-            for k in obs: obs[k][r.slot] = res.obs[k]
+            for k in obs: obs[k][r.row] = res.obs[k]
             if res.restarted: r.restarts += 1; r.rewind(seed); continue
             r.steps,r.reward = r.steps+res.n_steps,r.reward+res.reward
             if res.n_steps: r.actions[-1] = r.actions[-1][:res.n_steps]
             if res.success or res.terminated or res.truncated:
                 finish(r, res); r.begin(pool, seed)
-                if r.trial is not None: pending.add(r.slot)
+                if r.trial is not None: pending.add(r.row)
 
-# %% ../../nbs/eval/72_rollout.ipynb #f19b1fe4
+# %% ../../nbs/eval/72_rollout.ipynb #39ebec08
 def evaluate(
     policy,             # a policy; its H is at most the pool's
     processor,          # normalises observations, un-normalises actions
-    pool,               # an EnvPool whose slot i is row i
-    rows,               # per row its task, with `id` and `prompt`
+    pool,               # an EnvPool whose slot i is row `mine[i]`; None when no row is ours
+    rows,               # task of each row, also of those that are not ours, with `id` and `prompt`
     trials,             # trial numbers, the same for every task
     seed:int,           # of the policy's noise; goes into the records
     stage_info:dict,    # "stage": position or -1, "after": task id or "joint", "step": None at the stage's end
     tasks=None,         # ids of tasks to try; None = all
     done=(),            # keys (see `record_key`) of episodes that are recorded already
     on_record=None,     # called with each new record
-    actions:dict=None   # if a dict, (task id, trial) -> (n,A) executed actions are put there, for films
-)->list:                # the new records, by task and trial
-    "Try the policy on all tasks and trials; same seed, same records, whatever the number of workers."
+    actions:dict=None,  # if a dict, (task id, trial) -> (n,A) executed actions are put there, for films
+    mine=None,          # rows whose environments are in the pool, in the order of its slots; None = all
+    on_round=None       # called before each round, and while simulators keep us waiting; may raise
+)->list:                # the new records of our rows, by task and trial
+    "Try the policy on all tasks and trials; same seed, same records, however many workers and processes share them."
     ids,done = list(dict.fromkeys(t.id for t in rows)),set(done)
     skip = lambda task,n: record_key({**stage_info, "task": task, "trial": n}) in done
-    rs = plan(rows, trials, ids if tasks is None else list(tasks), skip)
-    obs,records = {k: np.zeros_like(pool.obs[k]) for k in (IMAGE, STATE)},[]
+    rs = plan(rows, trials, ids if tasks is None else list(tasks), skip, mine)
+    n = sum(r.slot is not None for r in rs)
+    if pool is None and not n: return []
+    have = 0 if pool is None else len(pool.obs[STATE])
+    if have != n: raise ValueError(f"the pool has {have} environments for {n} of {len(rows)} rows; hand on `rows` and "
+                                   "`mine` as make_eval_pool gave them")
+    obs,records = {k: np.zeros((len(rs), *pool.obs[k].shape[1:]), pool.obs[k].dtype) for k in (IMAGE, STATE)},[]
     def finish(r, res):
         records.append(record(r, res, seed, stage_info))
         if actions is not None: actions[r.task.id, r.trial] = np.concatenate(r.actions)
@@ -126,45 +139,56 @@ def evaluate(
     was_training = policy.training
     try:
         policy.train(False)
-        with torch.inference_mode(): _rounds(policy, processor, pool, rs, obs, seed, finish)
+        with torch.inference_mode():
+            _rounds(policy, processor, pool, rs, obs, seed, finish, on_round or (lambda: None))
     finally: policy.train(was_training)
     return sorted(records, key=lambda r: (ids.index(r["task"]), r["trial"]))
 
-def _rounds(policy, processor, pool, rs, obs, seed, finish):
+# %% ../../nbs/eval/72_rollout.ipynb #0f4a268b
+def _rounds(policy, processor, pool, rs, obs, seed, finish, on_round):
     "Reset every row, then predict, step and wait until no trial is left."
     for r in rs: r.begin(pool, seed)
     while True:
-        collect(pool, rs, obs, {r.slot for r in rs if r.trial is not None}, seed, finish)
+        collect(pool, rs, obs, {r.row for r in rs if r.trial is not None}, seed, finish, on_round)
         live = [r for r in rs if r.trial is not None]
         if not live: return
-        chunk = act(policy, processor, obs, rs)
-        for r in live: r.actions.append(chunk[r.slot]); pool.step(r.slot, chunk[r.slot])
+        on_round(); chunk = act(policy, processor, obs, rs)
+        for r in live: r.actions.append(chunk[r.row]); pool.step(r.slot, chunk[r.row])
 
-# %% ../../nbs/eval/72_rollout.ipynb #b130aeb7
+# %% ../../nbs/eval/72_rollout.ipynb #3cc41905
 def eval_slots(
     tasks,           # tasks of a stream, with `id`, `prompt`, `env`
     rows_per_task:int,
-    n_workers:int
-)->tuple:            # rows (task of each), specs of the environments, worker of each
-    "Which environment sits in which slot and worker."
+    n_workers:int,   # of this process
+    rank:int=0,      # which process this is
+    world:int=1      # of how many
+)->tuple:            # rows (task of each), which are ours, specs of their environments, worker of each
+    "Which environment sits in which process, slot and worker."
     if lone := [t.id for t in tasks if t.env is None]:
         raise ValueError(f"tasks without an environment cannot be tried: {', '.join(lone)}")
-    at = [(k, q) for k in range(len(tasks)) for q in range(rows_per_task)]
-    specs = [{**tasks[k].env, "task_id": tasks[k].id, "prompt": tasks[k].prompt} for k,_ in at]
-    return [tasks[k] for k,_ in at],specs,[(k+q)%n_workers for k,q in at]
+    at = [k for k in range(len(tasks)) for _ in range(rows_per_task)]
+    mine,assign,seen = list(range(len(at)))[rank::world],[],{}
+    for i in mine:
+        seen.setdefault(at[i], []).append(i)   # our rows of each of our tasks
+        assign.append((list(seen).index(at[i])+len(seen[at[i]])-1)%n_workers)
+    specs = [{**tasks[at[i]].env, "task_id": tasks[at[i]].id, "prompt": tasks[at[i]].prompt} for i in mine]
+    return [tasks[k] for k in at],mine,specs,assign
 
 def make_eval_pool(
     tasks,           # tasks of a stream
     rows_per_task:int=2, # episodes of one task under way at the same time
-    n_workers:int=2, # simulator processes
+    n_workers:int=2, # simulators' processes, of this process alone
     image_size:int=48,   # pixels
     seed:int=0,      # base seed of the initial states
     H:int=8,         # longest action chunk
+    rank:int=0,      # which process this is
+    world:int=1,     # of how many that share the rows
     **kw             # further arguments of EnvPool
-)->tuple:            # pool, rows: hand both to `evaluate`, close the pool at the end
-    "Start the environments in which a stream's tasks are tried."
-    rows,specs,assign = eval_slots(list(tasks), rows_per_task, n_workers)
-    return EnvPool(specs, n_workers, image_size=image_size, seed=seed, H=H, assign=assign, **kw),rows
+)->tuple:            # pool (None when no row is ours), rows, mine: hand them to `evaluate`, close the pool at the end
+    "Start the environments in which a stream's tasks are tried: those of this process."
+    rows,mine,specs,assign = eval_slots(list(tasks), rows_per_task, n_workers, rank, world)
+    if not mine: return None,rows,mine
+    return EnvPool(specs, n_workers, image_size=image_size, seed=seed, H=H, assign=assign, **kw),rows,mine
 
 # %% ../../nbs/eval/72_rollout.ipynb #7ea5d1af
 def film(

@@ -5,22 +5,26 @@
 # %% auto #0
 __all__ = ['main']
 
-# %% ../../nbs/train/57_main.ipynb #c7a150be
+# %% ../../nbs/train/57_main.ipynb #bccfeac6
 import os, sys
-from .checkpoint_eval import eval_cl, read_eval_config
-from .job import train_cl
-from .launch import die_with_parent
+from .config import hosts
+from .launch import as_child, end_with_parent, launch_ranks
 from .run import RunFolder
 
-# %% ../../nbs/train/57_main.ipynb #3dcd14a3
+# %% ../../nbs/train/57_main.ipynb #51f9561a
 def main(
     args:list # run folder, and optionally the name of an evaluation
 ):
     "Train the run of a folder, or evaluate its checkpoints."
+    end_with_parent()  # the first act, before anything that takes seconds to import
     if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.train RUN_DIR [EVALUATION]")
-    if parent := os.environ.get("CLVLA_PARENT"): die_with_parent(int(parent))
-    run = RunFolder(args[0])
-    if len(args) == 1: train_cl(run.cfg)
-    else: eval_cl(read_eval_config(run.path, args[1]))
+    run = RunFolder(args[0]); cfg = run.cfg
+    if len(args) == 2:
+        from clvla.train.checkpoint_eval import eval_cl, read_eval_config
+        eval_cl(read_eval_config(run.path, args[1]))
+    elif "RANK" not in os.environ and (cfg.num_processes > 1 or len(hosts(cfg)) > 1): sys.exit(launch_ranks(cfg))
+    else:
+        from clvla.train.job import train_cl
+        train_cl(cfg)
 
-if __name__ == "__main__" and globals().get("__package__") == "clvla.train": main(sys.argv[1:])
+if __name__ == "__main__" and globals().get("__package__") == "clvla.train": as_child(lambda: main(sys.argv[1:]))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EvalConfig', 'check_eval', 'begin_eval', 'read_eval_config', 'eval_cl', 'try_checkpoint']
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #959f22c1
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #494db7c3
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from .config import read_config
 from .job import POOL_SEED
 from .launch import emit
 from .run import RunFolder
+from .stop import StopFlag
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #5a7949d5
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #589cc542
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     "What an evaluation of a run's checkpoints computes."
@@ -51,11 +52,11 @@ def check_eval(
     if cfg.evaluate not in ("lower", "full"):
         raise ValueError(f"evaluate must be 'lower' or 'full', found {cfg.evaluate!r}")
     read_config(cfg.run_dir)
-    if not checkpoints(Path(cfg.run_dir)/"checkpoints"):
+    if not checkpoints(Path(cfg.run_dir)/"checkpoints", ends=True):
         raise ValueError(f"{cfg.run_dir} has no checkpoint yet; let its run finish a task first")
     return replace(cfg, run_dir=str(Path(cfg.run_dir).resolve()))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #cd4b1cf0
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #dcb30f3c
 def begin_eval(
     cfg:EvalConfig # checked settings
 )->Path:           # folder of the evaluation
@@ -66,6 +67,7 @@ def begin_eval(
         if diff := [f"{k}: {old.get(k)!r} -> {v!r}" for k,v in new.items()
                     if k not in ("n_workers", "run_dir") and old.get(k) != v]:
             raise ValueError(f"{path} belongs to another evaluation: {'; '.join(diff)}")
+    RunFolder(path).check_free()
     write_json(path/"config.json", config_json(cfg))
     return path
 
@@ -78,7 +80,7 @@ def read_eval_config(
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
     return replace(config_from(EvalConfig, read_json(path)), run_dir=str(run_dir))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #acc31055
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #689cfca8
 def eval_cl(
     cfg:EvalConfig, # settings
     say=print       # told what happens
@@ -86,16 +88,19 @@ def eval_cl(
     "Evaluate a run's checkpoints; continues an evaluation that was interrupted."
     cfg = check_eval(cfg); out = RunFolder(begin_eval(cfg))
     run = read_config(cfg.run_dir); torch.set_num_threads(run.threads)
-    points = checkpoints(Path(cfg.run_dir)/"checkpoints")[-1 if cfg.last_only else 0:]
+    points = checkpoints(Path(cfg.run_dir)/"checkpoints", ends=True)[-1 if cfg.last_only else 0:]
     stream = stream_from({k: v for k,v in read_json(points[-1]/"stream.json").items() if k != "stages"})
-    pool,rows = make_eval_pool(stream.tasks, cfg.rows_per_task, cfg.n_workers, run.image_size, POOL_SEED, run.chunk)
-    with pool:
-        for path in points:
-            if bad := check_checkpoint(path): raise ValueError(f"checkpoint {path} is not whole: {'; '.join(bad)}")
-            try_checkpoint(cfg, path, stream, pool, rows, out, say)
+    with out.lock(), StopFlag() as flag:
+        out.clean(); out.begin_again()
+        pool,rows,mine = make_eval_pool(stream.tasks, cfg.rows_per_task, cfg.n_workers, run.image_size, POOL_SEED,
+                                        run.chunk)
+        with pool:
+            for path in points:
+                if bad := check_checkpoint(path): raise ValueError(f"checkpoint {path} is not whole: {'; '.join(bad)}")
+                try_checkpoint(cfg, path, stream, pool, rows, out, say, mine, flag.check)
     return out
 
-def try_checkpoint(cfg:EvalConfig, path:Path, stream, pool, rows, out:RunFolder, say):
+def try_checkpoint(cfg:EvalConfig, path:Path, stream, pool, rows, out:RunFolder, say, mine=None, on_round=None):
     "Evaluate one checkpoint and record its episodes."
     at = read_json(path/"position.json"); ids = [s.task.id for s in stream.stages]
     tasks = list(dict.fromkeys(ids if cfg.evaluate == "full" or at["name"] == "joint" else ids[:at["t"]+1]))
@@ -107,5 +112,6 @@ def try_checkpoint(cfg:EvalConfig, path:Path, stream, pool, rows, out:RunFolder,
         emit(phase="evaluation", task=path.name, done=len(got), total=total, seconds=time.time()-t0,
              success=sum(x["success"] for x in got)/len(got))
     trials = range(cfg.first_trial, cfg.first_trial+cfg.n_trials)
-    evaluate(policy, processor, pool, rows, trials, cfg.seed, info, tasks, map(record_key, old), note)
+    evaluate(policy, processor, pool, rows, trials, cfg.seed, info, tasks, map(record_key, old), note, mine=mine,
+             on_round=on_round)
     say(f"{path.name}: {100*sum(r['success'] for r in got)/len(got):.0f} % success over {len(got)} episodes")

@@ -1,0 +1,123 @@
+"""Kill runs at random moments, start them again, and compare what they computed with an undisturbed run.
+
+    python tests/chaos.py --kills 100 --parallel 2 --out chaos.json
+
+Each run gets one SIGKILL at a random moment: of the training process, or of one of the processes that it started
+(simulators, or makers of demonstrations). It is started again until it has finished. Then its fingerprint (weights,
+optimizer, generators, algorithm state, every log line, every episode) is compared with the undisturbed run of the same
+algorithm, and the machine is searched for what was left behind. The exit code is 0 when nothing differs.
+"""
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from clvla.train.config import RunConfig, resolve
+from clvla.train.job import fingerprint
+from clvla.train.run import RunFolder
+
+SMALL = dict(suite=dict(base="mw5", num_tasks=2), n_demos=2, steps_per_task=6, n_trials=1, rows_per_task=1, warmup=1, batch_size=8,
+             save_every=2, n_workers=2, image_size=32)
+ALGOS = {"er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": {}}
+MARK = "CLVLA_CHAOS_RUN"
+
+
+def marked(name):
+    "Processes that carry the mark of a run in their environment, without those that are dead."
+    found = []
+    for p in Path("/proc").iterdir():
+        if not p.name.isdigit() or int(p.name) == os.getpid(): continue
+        try:
+            if f"{MARK}={name}".encode() in (p/"environ").read_bytes().split(b"\0"):
+                if (p/"stat").read_text().rsplit(")", 1)[1].split()[0] != "Z": found.append(int(p.name))
+        except OSError: continue  # it has just ended
+    return found
+
+
+def begin(cfg, name):
+    "Start the training process of a run."
+    console = open(Path(cfg.run_dir)/"console.txt", "a")
+    with console:
+        return subprocess.Popen([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=console, stderr=subprocess.STDOUT,
+                                start_new_session=True, env=os.environ | {MARK: name, "OMP_NUM_THREADS": "1"})
+
+
+def left_behind(cfg, name, shm):
+    "What a finished run must not leave: processes, shared memory, temporary files."
+    until = time.monotonic()+10
+    while (alive := marked(name)) and time.monotonic() < until: time.sleep(.1)
+    hidden = [str(p.relative_to(cfg.run_dir)) for p in Path(cfg.run_dir).rglob(".*")]
+    temporary = [p.name for p in Path(cfg.data_dir).rglob("*") if p.name.endswith((".writing", ".old", ".tmp"))]
+    return [f"process {p}" for p in alive] + hidden + temporary + sorted({p.name for p in Path("/dev/shm").iterdir()}-shm)
+
+
+def kill_one(cfg, algo, victim, after, name, rng, limit=300):
+    "Run, kill once `after` seconds, run again until it is done; one row of the table."
+    shm, t0 = {p.name for p in Path("/dev/shm").iterdir()}, time.monotonic()
+    RunFolder(cfg.run_dir).begin(cfg)
+    p, killed, starts = begin(cfg, name), None, 1
+    while not RunFolder(cfg.run_dir).done:
+        if time.monotonic()-t0 > limit: raise RuntimeError(f"{name} did not finish within {limit} s; see {cfg.run_dir}/console.txt")
+        if killed is None and time.monotonic()-t0 >= after:
+            others = [q for q in marked(name) if q != p.pid]
+            target = p.pid if victim == "trainer" or not others else rng.choice(others)
+            try: os.kill(target, signal.SIGKILL); killed = "trainer" if target == p.pid else "worker"
+            except ProcessLookupError: continue  # it ended by itself in this moment
+        code = p.poll()
+        if code is not None and not RunFolder(cfg.run_dir).done:
+            if killed != "trainer": raise RuntimeError(f"{name} ended with exit code {code}; see {cfg.run_dir}/console.txt")
+            p, starts = begin(cfg, name), starts+1
+        time.sleep(.01)
+    p.wait()
+    last = (Path(cfg.run_dir)/"console.txt").read_text()
+    point = next((l.split()[-1] for l in last.splitlines() if l.startswith("continued after")), "")
+    return dict(name=name, algo=algo, victim=killed or "none", after=round(after, 2), starts=starts, continued_from=point,
+                hash=fingerprint(cfg.run_dir), left=left_behind(cfg, name, shm), seconds=round(time.monotonic()-t0, 1))
+
+
+def chaos(folder, kills, seed=0, parallel=1, say=print):
+    "Kill `kills` runs, algorithms in turn; returns (references, rows)."
+    folder, rng = Path(folder), random.Random(seed)
+    make = lambda name, algo, data: resolve(RunConfig(algo=algo, run_dir=str(folder/name), data_dir=str(folder/data), **SMALL, **ALGOS[algo]))
+    references, took = {}, {}
+    for algo in list(ALGOS)[:max(1, kills)]:
+        cfg, t0 = make(f"reference-{algo}", algo, "data"), time.monotonic()
+        RunFolder(cfg.run_dir).begin(cfg)
+        if begin(cfg, cfg.run_dir).wait(): raise RuntimeError(f"the undisturbed run failed; see {cfg.run_dir}/console.txt")
+        references[algo], took[algo] = fingerprint(cfg.run_dir), time.monotonic()-t0
+        say(f"{algo}: undisturbed {references[algo][:12]}, {took[algo]:.1f} s")
+
+    def one(k):
+        algo, r = list(ALGOS)[k%len(ALGOS)], random.Random(f"{seed}-{k}")
+        fresh = k%5 == 4  # demonstrations are made anew, so that the kill may come while they are
+        cfg = make(f"kill-{k:03d}", algo, f"data-{k:03d}" if fresh else "data")
+        row = kill_one(cfg, algo, r.choice(["trainer", "trainer", "worker"]), r.uniform(.2, .95)*took[algo]*(1.3 if fresh else 1), f"{folder.name}-{k:03d}", r)
+        row["same"] = row["hash"] == references[algo]
+        say("  ".join(f"{row[c]!s:<24}" if c == "continued_from" else f"{row[c]!s:<8}" for c in ("name", "algo", "victim", "after", "starts",
+            "continued_from", "same", "seconds")) + ("" if not row["left"] else f"  left: {row['left']}"))
+        return row
+    with ThreadPoolExecutor(parallel) as pool: return references, list(pool.map(one, range(kills)))
+
+
+def main():
+    a = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    a.add_argument("--kills", type=int, default=100); a.add_argument("--seed", type=int, default=0)
+    a.add_argument("--parallel", type=int, default=2); a.add_argument("--out", default="")
+    a = a.parse_args()
+    with tempfile.TemporaryDirectory() as tmp:
+        references, rows = chaos(tmp, a.kills, a.seed, a.parallel, lambda line: print(line, flush=True))
+    good = [r for r in rows if r["same"] and not r["left"]]
+    print(f"{len(rows)} kills, {len(good)} runs with the fingerprint of the undisturbed one and nothing left behind")
+    if a.out: Path(a.out).write_text(json.dumps(dict(references=references, rows=rows), indent=1))
+    return len(good) != len(rows)
+
+
+if __name__ == "__main__": sys.exit(main())

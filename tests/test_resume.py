@@ -1,0 +1,299 @@
+"A run that was stopped or killed at any point goes on as the run that was never disturbed."
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from chaos import chaos
+from clvla.batch import load_state
+from clvla.core import read_json
+from clvla.train.checkpoint import checkpoints
+from clvla.train.config import RunConfig, resolve
+from clvla.train.job import fingerprint, train_cl
+from clvla.train.run import RunFolder
+from clvla.train.stop import EXIT_STOPPED, Stopped
+
+SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, n_workers=1, image_size=32,
+             suite=dict(base="mw5", num_tasks=2))
+job = sys.modules["clvla.train.job"]
+
+
+class Crash(BaseException): "A power cut: no `except` of the run sees it, nothing is written."
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory): return tmp_path_factory.mktemp("data")
+
+
+def config(data, path, **kw): return resolve(RunConfig(data_dir=str(data), run_dir=str(path), **(SMALL | kw)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory):
+    "Fingerprints of undisturbed runs, each made once."
+    home, known = tmp_path_factory.mktemp("undisturbed"), {}
+
+    def get(**kw):
+        key = json.dumps(kw, sort_keys=True)
+        if key not in known: known[key] = fingerprint(train_cl(config(data, home/str(len(known)), **kw), say=len).path)
+        return known[key]
+    return get
+
+
+def crash_at(monkeypatch, stage, step, what=Crash):
+    "Make the trainer fall over right after an update."
+    real = job.Trainer.report
+
+    def report(self, ctx, *a):
+        real(self, ctx, *a)
+        if (ctx.t, ctx.step) == (stage, step): raise what("the power is cut")
+    monkeypatch.setattr(job.Trainer, "report", report)
+
+
+CASES = {"sequential": {}, "joint": {}, "cumulative": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": {}}
+MORE = {"er-values": dict(algo="er", algo_kw=dict(store="values", sampling="rotating")), "ewc-online": dict(algo="ewc", algo_kw=dict(mode="online")),
+        "er-kept-optimizer": dict(algo="er", reset_optimizer=False), "er-no-average": dict(algo="er", ema=0., accumulation=2),
+        "mir-lora": dict(algo="mir", lora_rank=4), "er-lora": dict(algo="er", lora_rank=4), "ewc-lora": dict(algo="ewc", lora_rank=4),
+        "sequential-lora": dict(algo="sequential", lora_rank=4), "er-curve": dict(algo="er", curve_points=2, evaluate="lower"),
+        "mir-l1": dict(algo="mir", head="l1")}
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_a_crash_inside_a_task(data, tmp_path, undisturbed, monkeypatch, name):
+    "Inside the second stage (the first of joint), after a checkpoint inside the task and one update more."
+    kw = dict(evaluate="none") | (MORE[name] if name in MORE else dict(algo=name, **CASES[name]))
+    cfg = config(data, tmp_path/"run", save_every=2, **kw)
+    with monkeypatch.context() as m:
+        crash_at(m, *((0, 5) if name == "joint" else (1, 3)))
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    last = checkpoints(Path(cfg.run_dir)/"checkpoints")[-1]
+    assert read_json(last/"position.json")["step"] == (4 if name == "joint" else 2) and RunFolder(cfg.run_dir).status == "interrupted"
+    train_cl(cfg, say=len)
+    assert fingerprint(cfg.run_dir) == undisturbed(**kw)
+
+
+def test_a_crash_at_every_update(data, tmp_path, undisturbed, monkeypatch):
+    "One run that falls over after each of its updates, with a checkpoint after each."
+    cfg, n = config(data, tmp_path/"run", algo="mir", save_every=1, evaluate="none"), 0
+    for stage in (0, 1):
+        for step in (1, 2, 3, 4):
+            with monkeypatch.context() as m:
+                crash_at(m, stage, step)
+                with pytest.raises(Crash): train_cl(cfg, say=len)
+            n += 1
+    train_cl(cfg, say=len)
+    assert n == 8 and fingerprint(cfg.run_dir) == undisturbed(algo="mir", evaluate="none")
+
+
+@pytest.mark.parametrize("algo", ["er", "mir"])
+def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_path, undisturbed, monkeypatch, algo):
+    cfg = config(data, tmp_path/"run", algo=algo, n_trials=2)
+    with monkeypatch.context() as m:
+        m.setattr(job.Job, "after_stage", lambda *a: (_ for _ in ()).throw(Crash()))
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    real = RunFolder.episode
+
+    def episode(self, r):
+        real(self, r)
+        if len(self.episodes()) == 3: raise Crash
+    with monkeypatch.context() as m:
+        m.setattr(RunFolder, "episode", episode)
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    assert len(RunFolder(cfg.run_dir).episodes()) == 3
+    train_cl(cfg, say=len)
+    assert fingerprint(cfg.run_dir) == undisturbed(algo=algo, n_trials=2)
+
+
+def test_an_older_checkpoint_will_do(data, tmp_path, undisturbed, monkeypatch):
+    "Newer ones are damaged: records that are newer than the whole one are taken out and made again."
+    cfg = config(data, tmp_path/"run", algo="er", save_every=1)
+    with monkeypatch.context() as m:
+        crash_at(m, 1, 4)
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    points, said = checkpoints(Path(cfg.run_dir)/"checkpoints"), []
+    assert [p.name for p in points] == ["000-handle-press", "001+000001-window-close", "001+000002-window-close", "001+000003-window-close"]
+    for p, f in zip(points[1:], ("weights.safetensors", "state.safetensors", "generators-0.safetensors")):
+        (p/f).write_bytes((p/f).read_bytes()[:-1])
+    train_cl(cfg, said.append)
+    assert sum("is passed over" in s for s in said) == 3 and any("continued after 000-handle-press" in s for s in said)
+    assert fingerprint(cfg.run_dir) == undisturbed(algo="er")
+
+
+def test_lost_records_come_back_from_the_checkpoint(data, tmp_path, undisturbed, monkeypatch):
+    cfg = config(data, tmp_path/"run", algo="er", save_every=2)
+    with monkeypatch.context() as m:
+        crash_at(m, 1, 3)
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    (Path(cfg.run_dir)/"episodes.jsonl").unlink()
+    train_cl(cfg, say=len)
+    assert fingerprint(cfg.run_dir) == undisturbed(algo="er")
+
+
+def test_global_generators_are_part_of_the_state(data, tmp_path, monkeypatch):
+    "A policy that draws from Python's, numpy's and torch's global generators (dropout does) continues exactly, too."
+    import random
+    import numpy as np
+    real = job.Trainer.update
+
+    def shaken(self, ctx):
+        with torch.no_grad():
+            for p in ctx.params().values(): p.add_(1e-3*(random.random()+np.random.rand())*torch.randn(p.shape))
+        real(self, ctx)
+    monkeypatch.setattr(job.Trainer, "update", shaken)
+    whole, cfg = (config(data, tmp_path/n, algo="er", evaluate="none", save_every=2) for n in ("whole", "broken"))
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    train_cl(whole, say=len)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    with monkeypatch.context() as m:
+        crash_at(m, 1, 3)
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    train_cl(cfg, say=len)
+    assert fingerprint(cfg.run_dir) == fingerprint(whole.run_dir)
+
+
+def test_saving_changes_nothing(data, tmp_path, undisturbed):
+    cfg = config(data, tmp_path/"run", algo="mir", evaluate="none", save_every=1, keep=1)
+    assert fingerprint(train_cl(cfg, say=len).path) == undisturbed(algo="mir", evaluate="none")
+    assert [p.name for p in checkpoints(Path(cfg.run_dir)/"checkpoints")] == ["000-handle-press", "001-window-close"]
+
+
+def test_minutes_save_too(data, tmp_path):
+    cfg = config(data, tmp_path/"run", algo="sequential", evaluate="none", save_minutes=1e-6, keep=20)
+    train_cl(cfg, say=len)
+    assert len(checkpoints(Path(cfg.run_dir)/"checkpoints")) >= 2+2*2
+
+
+def test_a_checkpoint_holds_everything(data, tmp_path):
+    run = train_cl(config(data, tmp_path/"run", algo="ewc"), say=len)
+    last = checkpoints(run.path/"checkpoints")[-1]
+    assert {p.name for p in last.iterdir()} == {
+        "weights.safetensors", "policy.json", "state.safetensors", "generators-0.safetensors", "config.json", "processor.json", "stream.json",
+        "dataset_statistics.json", "position.json", "episodes.json", "matrix.json", "versions.json", "manifest.json"}
+    state = load_state(last/"state.safetensors")
+    assert set(state) == {"t", "at", "skipped", "noise", "algo", "opt", "scaler"} and set(state["algo"]) >= {"F", "anchor"}
+    assert (run.path/"checkpoints/LATEST").read_text().strip() == '"001-window-close"'
+
+
+def child(cfg, **env):
+    RunFolder(cfg.run_dir).begin(cfg)
+    return subprocess.Popen([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=os.environ | env)
+
+
+def wait_for(condition, seconds=120):
+    until = time.monotonic()+seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come so far"
+        time.sleep(.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_inside_a_task(data, tmp_path, undisturbed, number):
+    "Saved within ten seconds, exit code 75, and the same command goes on at that very update."
+    kw = dict(algo="er", steps_per_task=150, evaluate="none")
+    cfg = config(data, tmp_path/"run", **kw); log = Path(cfg.run_dir)/"log.jsonl"
+    p = child(cfg)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 200)
+    t0 = time.monotonic(); p.send_signal(number); out, _ = p.communicate(timeout=60)
+    assert p.returncode == EXIT_STOPPED and time.monotonic()-t0 < 10 and "Traceback" not in out, out
+    run, at = RunFolder(cfg.run_dir), read_json(Path(cfg.run_dir)/"stopped.json")
+    assert run.status == "stopped" and at["stage"] == 1 and 0 < at["step"] < 150
+    assert f"001+{at['step']:06d}-window-close" in [c.name for c in checkpoints(run.path/"checkpoints")]
+    assert child(cfg).wait(120) == 0 and run.status == "done"
+    assert fingerprint(cfg.run_dir) == undisturbed(**kw)
+
+
+def test_a_signal_during_evaluation(data, tmp_path, undisturbed):
+    kw = dict(algo="sequential", n_trials=15)
+    cfg = config(data, tmp_path/"run", **kw); records = Path(cfg.run_dir)/"episodes.jsonl"
+    p = child(cfg)
+    wait_for(lambda: records.exists() and len(records.read_text().splitlines()) >= 2)
+    t0 = time.monotonic(); p.terminate()
+    assert p.wait(60) == EXIT_STOPPED and time.monotonic()-t0 < 10
+    n = len(RunFolder(cfg.run_dir).episodes())
+    assert 2 <= n < 15+30
+    assert child(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == undisturbed(**kw)
+
+
+def test_a_signal_while_demonstrations_are_made(tmp_path):
+    cfg = config(tmp_path/"data", tmp_path/"run", algo="sequential", n_demos=20, evaluate="none")
+    p = child(cfg)
+    wait_for(lambda: (tmp_path/"data").exists() and any((tmp_path/"data").rglob("*")))
+    t0 = time.monotonic(); p.terminate()
+    assert p.wait(60) == EXIT_STOPPED and time.monotonic()-t0 < 10 and RunFolder(cfg.run_dir).status == "stopped"
+
+
+def test_stopped_in_this_process_is_an_interrupt(data, tmp_path, monkeypatch):
+    "In a notebook's kernel, the stop button ends a lesson's run in the same way."
+    cfg = config(data, tmp_path/"run", algo="er", evaluate="none")
+    real = job.Trainer.report
+
+    def press(self, ctx, *a):
+        real(self, ctx, *a)
+        if (ctx.t, ctx.step) == (1, 2): os.kill(os.getpid(), signal.SIGINT)
+    with monkeypatch.context() as m:
+        m.setattr(job.Trainer, "report", press)
+        with pytest.raises(Stopped): train_cl(cfg, say=len)
+    assert RunFolder(cfg.run_dir).status == "stopped" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("kw,skipped", [(dict(on_nan="stop"), 1), (dict(on_nan="skip", nan_limit=2), 2), (dict(on_nan="skip", nan_limit=0+1), 2)])
+def test_a_number_that_is_none(data, tmp_path, monkeypatch, kw, skipped):
+    "Bad pictures of one task: named on disk with their samples before any weight has moved; skipped up to the limit, by choice."
+    cfg = config(data, tmp_path/"run", algo="sequential", evaluate="none", **kw)
+    real, n = job.Trainer.update, iter(range(100))
+
+    def update(self, ctx):
+        if ctx.t == 1 and next(n) < 2:
+            fetch = ctx.loader.next
+            ctx.loader.next = lambda k: (b := fetch(k)) | {"observation.state": b["observation.state"]*float("nan")}
+            try: real(self, ctx)
+            finally: ctx.loader.next = fetch
+        else: real(self, ctx)
+    monkeypatch.setattr(job.Trainer, "update", update)
+    path = Path(cfg.run_dir)
+    if kw.get("nan_limit") == 2:
+        run = train_cl(cfg, say=len)
+        assert read_json(path/"done.json")["skipped_updates"] == 2 and all(p.isfinite().all() for p in load_state(
+            checkpoints(path/"checkpoints")[-1]/"state.safetensors")["opt"]["query"].values())
+        assert sum("train/loss" in r for r in run.logs()) == 8-2
+    else:
+        with pytest.raises(FloatingPointError, match="bad_updates.jsonl"): train_cl(cfg, say=len)
+        assert RunFolder(path).status == "failed" and "FloatingPointError" in (path/"failed.json").read_text()
+    seen = [json.loads(l) for l in (path/"bad_updates.jsonl").read_text().splitlines()]
+    assert len(seen) == skipped and seen[0]["task"] == "window-close" and seen[0]["step"] == 0 and len(seen[0]["samples"]) == 8
+    assert {t for t, _ in seen[0]["samples"]} == {"window-close"} and seen[0]["loss"] == "nan"
+
+
+def test_out_of_memory_names_the_setting(data, tmp_path, monkeypatch):
+    def full(*a): raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(sys.modules["clvla.train.trainer"], "cl_step", full)
+    with pytest.raises(RuntimeError, match=r"8 samples at a time .* Raise accumulation \(now 1"):
+        train_cl(config(data, tmp_path/"run", algo="er", evaluate="none"), say=len)
+
+
+def test_a_second_process_is_refused(data, tmp_path):
+    cfg = config(data, tmp_path/"run", algo="er", steps_per_task=3000, evaluate="none")
+    p = child(cfg)
+    wait_for(lambda: (Path(cfg.run_dir)/"log.jsonl").exists())
+    with pytest.raises(ValueError, match=f"process {p.pid} on "): train_cl(cfg, say=len)
+    second = child_of(cfg)
+    assert second.returncode and f"process {p.pid} on " in second.stdout
+    p.kill(); p.wait()
+    assert RunFolder(cfg.run_dir).status == "interrupted"
+
+
+def child_of(cfg):
+    return subprocess.run([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+
+
+def test_kills_at_random_moments(tmp_path):
+    "The short form of tests/chaos.py."
+    references, rows = chaos(tmp_path/"chaos", kills=4, seed=int.from_bytes(os.urandom(4), "big"), parallel=2)
+    assert len(rows) == 4 and all(r["same"] and not r["left"] for r in rows), rows
