@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from .core import np_rng, seed_of, write_atomic
 
-# %% ../nbs/01_batch.ipynb #893f5952
+# %% ../nbs/01_batch.ipynb #3f0931ee
 def batch_size(
     batch:dict # tensors and lists, all of the same length
 )->int:        # B
@@ -34,9 +34,9 @@ def take(
     return {k: v[idx] if torch.is_tensor(v) else [v[i] for i in idx.tolist()] for k,v in batch.items()}
 
 def cat(
-    *batches:dict # batches with the same keys; empty ones (`{}`) are passed over
+    *batches:dict # batches with the same keys, one at least; empty ones (`{}`) beside it are passed over
 )->dict:          # one batch, in the given order
-    "Put batches one behind the other."
+    "Put batches one behind the other; ValueError when their keys differ."
     batches = [b for b in batches if b]
     if len({tuple(sorted(b)) for b in batches}) > 1:
         raise ValueError(f"batches to join need the same keys, found {[sorted(b) for b in batches]}")
@@ -62,7 +62,7 @@ def set_rng_state(g:np.random.Generator|torch.Generator, state):
     if isinstance(g, torch.Generator): g.set_state(state)
     else: g.bit_generator.state = state
 
-# %% ../nbs/01_batch.ipynb #d8c6e6aa
+# %% ../nbs/01_batch.ipynb #ea6aa323
 def global_rng_state()->dict:
     "State of the global generators of Python, numpy and torch, for `save_state`."
     n = np.random.get_state(legacy=False)
@@ -75,12 +75,13 @@ def global_rng_state()->dict:
 def seed_global_rng(seed:int, *purpose):
     "First states of the global generators, for one purpose."
     rng = np_rng(seed, *purpose)
-    random.seed(int(rng.integers(2**62))); np.random.seed(int(rng.integers(2**32))); torch.manual_seed(int(rng.integers(2**62)))
+    random.seed(int(rng.integers(2**62))); np.random.seed(int(rng.integers(2**32)))
+    torch.manual_seed(int(rng.integers(2**62)))
 
 def set_global_rng_state(
     state:dict # what `global_rng_state` gave, perhaps stored and loaded; GPUs that are not here are passed over
 ):
-    "Continue the draws of the global generators."
+    "Continue the draws of the global generators; ValueError for anything but such a state."
     if not isinstance(state, dict) or set(state) != {"python", "numpy", "torch", "cuda"}:
         raise ValueError(f"states of python, numpy, torch and cuda are needed, found {sorted(state)}")
     n = state["numpy"]; key = np.asarray(n["state"]["key"]).astype("uint32")

@@ -297,10 +297,10 @@ def test_generators_of_gpus_that_are_there(tmp_path, monkeypatch):
     gpus.pop(); set_global_rng_state(load_state(tmp_path/"g")); assert draw() == a[:1]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_gpus_generator_goes_on(tmp_path):
-    torch.randn(3, device="cuda"); save_state(tmp_path/"g", global_rng_state()); a = torch.randn(9, device="cuda"); torch.randn(3, device="cuda")
-    set_global_rng_state(load_state(tmp_path/"g")); assert torch.equal(torch.randn(9, device="cuda"), a)
+@pytest.mark.parametrize("device", ["cpu", *["cuda"]*torch.cuda.is_available()])
+def test_the_generator_of_a_device_goes_on(tmp_path, device):
+    torch.randn(3, device=device); save_state(tmp_path/"g", global_rng_state()); a = torch.randn(9, device=device); torch.randn(3, device=device)
+    set_global_rng_state(load_state(tmp_path/"g")); assert torch.equal(torch.randn(9, device=device), a)
 
 
 # temporary files

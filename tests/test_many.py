@@ -88,9 +88,10 @@ def test_killed_and_started_again(home, strategy):
     assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
 
 
-def test_a_signal_stops_all_at_the_same_update(home):
-    kw = dict(algo="er", num_processes=2, steps_per_task=150, evaluate="none")
-    whole, cfg = run(home, "whole-signal", **kw), config(home, "signal", **kw)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_signal_stops_all_at_the_same_update(home, strategy):
+    kw = dict(algo="er", num_processes=2, steps_per_task=150, evaluate="none", strategy=strategy)
+    whole, cfg = run(home, f"whole-signal-{strategy}", **kw), config(home, f"signal-{strategy}", **kw)
     log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 200)
     t0 = time.monotonic(); p.terminate()
@@ -98,6 +99,23 @@ def test_a_signal_stops_all_at_the_same_update(home):
     at = read_json(Path(cfg.run_dir)/"stopped.json")
     assert at["stage"] == 1 and 0 < at["step"] < 150 and not (Path(cfg.run_dir)/"failed.json").exists()
     assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
+
+
+def test_killed_during_evaluation(home):
+    "Episodes of the other rank that were played before the kill are kept, and none is played twice."
+    kw = dict(algo="er", num_processes=2, n_trials=8)
+    whole, cfg = run(home, "whole-eval", **kw), config(home, "killed-eval", **kw)
+    p, r = start(cfg), RunFolder(cfg.run_dir)
+    wait_for(lambda: len([e for e in r.episodes(len) if e["stage"] == 1]) >= 3)
+    os.kill(ranks(p.pid)[0], signal.SIGKILL)
+    assert p.wait(90) not in (0, EXIT_STOPPED)
+    assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path) and len(r.episodes()) == 24
+
+
+def test_adapters_and_accumulation_on_two_processes(home):
+    kw = dict(algo="mir", lora_rank=4, accumulation=2, evaluate="none", **ALGOS["mir"])
+    one, two = run(home, "lora-1", **kw), run(home, "lora-2", num_processes=2, **kw)
+    assert np.abs(losses(one)-losses(two)).max() < 2e-5 and drawn(one) == drawn(two)
 
 
 def test_a_process_that_stops_answering_ends_the_run(home):

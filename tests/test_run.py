@@ -78,23 +78,6 @@ def test_same_seed_twice_is_the_same_run(data, tmp_path, algo):
     assert facts(a) == facts(b)
 
 
-@pytest.mark.parametrize("algo", ["er", "mir", "ewc", "cumulative"])
-def test_stopped_after_a_task_and_started_again(data, tmp_path, algo, monkeypatch):
-    "A crash in the second task, then the same command: equal to the run that was never stopped."
-    whole = train_cl(config(data, tmp_path/"whole", algo=algo, evaluate="none"))
-    cfg, Trainer = config(data, tmp_path/"broken", algo=algo, evaluate="none"), sys.modules["clvla.train.job"].Trainer
-    real = Trainer.report
-
-    def crash(self, ctx, step, *a):
-        real(self, ctx, step, *a)
-        if ctx.t == 1 and step == 2: raise KeyboardInterrupt("power cut")
-    with monkeypatch.context() as m:
-        m.setattr(Trainer, "report", crash)
-        with pytest.raises(KeyboardInterrupt): train_cl(cfg)
-    assert len(checkpoints(Path(cfg.run_dir)/"checkpoints")) == 1
-    assert facts(train_cl(cfg)) == facts(whole)
-
-
 def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, capsys):
     cfg = config(data, tmp_path/"run", algo="er", evaluate="none")
     run = train_cl(cfg)

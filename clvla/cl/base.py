@@ -99,7 +99,7 @@ def unwrap_optimizer(
     from accelerate.optimizer import AcceleratedOptimizer
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
-# %% ../../nbs/cl/30_base.ipynb #9cb1a5d1
+# %% ../../nbs/cl/30_base.ipynb #8b246a92
 class Engine:
     "Makes, reads, changes and applies gradients: one process, or several under DDP."
     def __init__(self, model, optimizer, accelerator=None):
@@ -108,18 +108,20 @@ class Engine:
 
     def micro(self, last:bool): return nullcontext() if last or not self.acc else self.acc.no_sync(self.model)
     def backward(self, loss, last:bool=True): self.acc.backward(loss) if self.acc else loss.backward()
-    def complete(self): self.acc and self.acc.unscale_gradients()
-    def grads(self, params:dict)->list: return [torch.zeros_like(p) if p.grad is None else p.grad for p in params.values()]
+    def complete(self): self.acc and self.acc.unscale_gradients()  # fp16: true gradients, before anybody reads them
+    def grads(self, params:dict)->list:  # in the order of `params`; zeros where there is none
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in params.values()]
     def set_grads(self, params:dict, gs):
         for p,g in zip(params.values(), gs): p.grad = g.clone()
 
     def clip(self, params:dict, max_norm):
-        "Bound the gradient's norm; returns what it was."
+        "Bound the gradient's norm by `max_norm`, if there is one; returns what it was."
         ps = params.values()
         if max_norm: return nn.utils.clip_grad_norm_(ps, max_norm)
         return nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None])
 
     def step(self): self.optimizer.step()
+    def skip(self): self.acc and self.acc.scaler and self.acc.scaler.update()  # fp16's scaler waits for it
     def zero(self): self.optimizer.zero_grad()
     def reset(self): self.raw.state.clear()
     def whole(self, write=False, run=False): return nullcontext()  # weights are in one piece
@@ -202,7 +204,7 @@ def forward(self:CLContext, batch, **kw):
     "Loss and outputs of the bare policy, in the precision of training."
     with self.autocast(): return self.raw_model(batch, **kw)
 
-# %% ../../nbs/cl/30_base.ipynb #f3485979
+# %% ../../nbs/cl/30_base.ipynb #2ee37c5e
 @patch
 def grads(self:CLContext)->Tensor:
     "(P,) the gradient as it stands; zero where there is none."
@@ -215,10 +217,16 @@ def set_grads(self:CLContext, g:Tensor):
     self.engine.set_grads(ps, list(unflatten(g, ps).values()))
 
 @patch
-def grads_of(self:CLContext, batch, noise=None, time=None, average=True)->Tensor:
-    "(P,) gradient of the loss on `batch`, averaged over all processes' samples if asked for; every `.grad` is left alone."
+def grads_of(self:CLContext,
+    batch,       # this process's samples; {} when it has none
+    noise=None,  # what a flow head would draw for them, as `raw_model.draw` gives it
+    time=None,   # the same
+    average=True # over the samples of all processes, which then call it together; False: of this one alone
+)->Tensor:       # (P,)
+    "The gradient of the loss on `batch`; every `.grad` is left alone."
     ps = list(self.params().values())
-    gs = torch.autograd.grad(self.forward(batch, noise=noise, time=time)[0], ps, allow_unused=True) if batch else [None]*len(ps)
+    gs = (torch.autograd.grad(self.forward(batch, noise=noise, time=time)[0], ps, allow_unused=True) if batch
+          else [None]*len(ps))
     g = flatten(torch.zeros_like(p) if x is None else x for p,x in zip(ps, gs))
     if self.world == 1 or not average: return g
     return self.reduce(g*batch_size(batch) if batch else g)/self.total(batch)
@@ -236,19 +244,19 @@ def call_hook(
         e.add_note(f"in {type(algo).__name__}.{hook}, task {ctx.task_id!r}, step {ctx.step}")
         raise
 
-# %% ../../nbs/cl/30_base.ipynb #268d98a7
+# %% ../../nbs/cl/30_base.ipynb #f68147cb
 @patch
 def own_noise(self:CLContext)->dict:
     "Arguments of the training forward that make it repeatable."
     if self.world == 1: return dict(generator=self.generator)
     if self.filled % self.world or batch_size(self.batch) != len(self.share(self.filled)):
-        raise ValueError(f"process {self.rank} of {self.world} has {batch_size(self.batch)} of {self.filled} samples; an "
-                         "algorithm that adds samples deals them out by `ctx.share` and raises `ctx.filled`")
+        raise ValueError(f"process {self.rank} of {self.world} has {batch_size(self.batch)} of {self.filled} samples; "
+                         "an algorithm that adds samples deals them out by `ctx.share` and raises `ctx.filled`")
     mine = [x if x is None else x[self.rank::self.world].to(self.device)
             for x in self.raw_model.draw(self.filled, self.generator)]
     return dict(zip(("noise", "time"), mine))
 
-# %% ../../nbs/cl/30_base.ipynb #b2e05cda
+# %% ../../nbs/cl/30_base.ipynb #2dd646fc
 def cl_step(
     algo:CLAlgorithm|None, # None: plain fine-tuning
     ctx:CLContext,         # `loader`, `raw_model`, `optimizer` set; the rest is filled in on the way
@@ -275,11 +283,12 @@ def cl_step(
     if ctx.guard is None or ctx.guard(ctx, loss):
         ctx.engine.step()
         call_hook(algo, "after_step", ctx)
+    else: ctx.engine.skip()
     ctx.engine.zero()
     ctx.step += 1
     return loss
 
-# %% ../../nbs/cl/30_base.ipynb #6af1deba
+# %% ../../nbs/cl/30_base.ipynb #2f3819f1
 class Compose(CLAlgorithm):
     "Several algorithms as one."
     def __init__(self, *algos:CLAlgorithm):
@@ -306,7 +315,9 @@ class Compose(CLAlgorithm):
         if n < 1: raise ValueError(f"the algorithms ask for {B-n} replayed samples in a batch of {B}; lower "
             f"their replay_ratio")
         return n
-    def metrics(self): return {f"{i}/{type(a).__name__.lower()}/{k}": v for i,a in enumerate(self.algos) for k,v in a.metrics().items()}
+    def metrics(self):
+        return {f"{i}/{type(a).__name__.lower()}/{k}": v
+                for i,a in enumerate(self.algos) for k,v in a.metrics().items()}
     def state_dict(self): return {str(i): a.state_dict() for i,a in enumerate(self.algos)}
     def load_state_dict(self, state):
         for i,a in enumerate(self.algos): a.load_state_dict(state[str(i)])

@@ -14,7 +14,7 @@ from .base import CLAlgorithm, CLContext, flatten, unflatten
 from .buffer import check_choice, check_count
 from .mir import draw_noise, quiet
 
-# %% ../../nbs/cl/38_ewc.ipynb #48d7c3be
+# %% ../../nbs/cl/38_ewc.ipynb #ead56387
 def fisher(
     ctx:CLContext,
     batches,          # batches of the finished task, or this process's share of them
@@ -22,7 +22,7 @@ def fisher(
     generator:torch.Generator|None=None # of the head's noise
 )->Tensor:            # (P,) one number per trained weight
     "Diagonal Fisher information of the loss; nothing is changed."
-    F,n = torch.zeros((), device=ctx.device),0
+    F,n = torch.zeros(sum(p.numel() for p in ctx.params().values()), device=ctx.device),0
     with quiet(ctx.raw_model):
         for b in batches:
             b,B = to_device(b, ctx.device),ctx.total(b)

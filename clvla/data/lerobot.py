@@ -4,19 +4,20 @@
 
 # %% auto #0
 __all__ = ['CODECS', 'COUNTED', 'QUANTILES', 'features', 'encode_png', 'decode_image', 'counts_stats', 'rows_stats',
-           'value_counts', 'lerobot_ready', 'write_lerobot', 'camera_map', 'episode_list', 'read_lerobot',
-           'fingerprint', 'import_task', 'import_lerobot']
+           'value_counts', 'lerobot_ready', 'write_lerobot', 'camera_map', 'file_at', 'data_files', 'read_columns',
+           'episode_list', 'read_lerobot', 'check_parts', 'fingerprint', 'import_task', 'import_lerobot']
 
-# %% ../../nbs/data/11_lerobot.ipynb #993a3f28
-import io, json, os, tempfile
+# %% ../../nbs/data/11_lerobot.ipynb #78a3d7ad
+import io, json, re, tempfile
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from string import Formatter
 import numpy as np
-from ..core import ACTION, IMAGE, IMAGES, PROMPT, STATE, Registry, closest, read_json, require, write_json
+from ..core import ACTION, IMAGE, IMAGES, PROMPT, STATE, Registry, require, write_json
 from .frames import FrameStore, check_episode, reuse_store, write_store
-from .streams import Task, lerobot_tasks, make_stream
+from .streams import Task, entries, lerobot_info, lerobot_tasks, make_stream, reading
 
-# %% ../../nbs/data/11_lerobot.ipynb #7c8dab7c
+# %% ../../nbs/data/11_lerobot.ipynb #f01733f4
 CODECS = Registry("codec", png="image", h264="video")   # codec -> LeRobot's dtype of a picture column
 COUNTED = {"timestamp": "float32", "frame_index": "int64", "episode_index": "int64", "index": "int64",
            "task_index": "int64"}
@@ -44,7 +45,8 @@ def decode_image(
 )->np.ndarray:  # (h,w,3) uint8
     "The pixels of a picture file."
     from PIL import Image
-    img = Image.open(io.BytesIO(data)).convert("RGB")
+    # no other format: for some of them PIL starts programs
+    img = Image.open(io.BytesIO(data), formats=("PNG", "JPEG")).convert("RGB")
     return np.asarray(img if size is None or img.size == (size, size) else img.resize((size, size), Image.BILINEAR))
 
 # %% ../../nbs/data/11_lerobot.ipynb #f1eaa2b7
@@ -202,35 +204,87 @@ def write_lerobot(
         made.rename(path)
     return path
 
-# %% ../../nbs/data/11_lerobot.ipynb #79e0376d
+# %% ../../nbs/data/11_lerobot.ipynb #c8d40778
 def camera_map(
     info:dict,    # meta/info.json
     cameras=None, # our key -> the data set's column; None = take what is there
     at=""         # the data set, for the message
 )->dict:          # our key -> the data set's column
     "Which columns are the cameras; the first is the front camera when none is called so."
-    feats = info["features"]
-    pics = [k for k,f in feats.items() if f["dtype"] in ("image", "video") and len(f["shape"]) == 3]
+    feats,kinds = info.get("features"),("image", "video")
+    ok = lambda f: isinstance(f, dict) and isinstance(f.get("dtype"), str) and (
+        f["dtype"] not in kinds or isinstance(f.get("shape"), (list, tuple)))
+    if not isinstance(feats, dict) or not all(map(ok, feats.values())):
+        raise ValueError(f"{at}: 'features' of meta/info.json must give dtype and shape of each column, found "
+                         f"{feats!r:.200}; fetch the data set again")
+    pics = [k for k,f in feats.items() if f["dtype"] in kinds and len(f["shape"]) == 3]
     needed = (STATE, ACTION, *(cameras.values() if cameras else ()))
     lack = [k for k in needed if k not in feats] + ([] if pics else [f"{IMAGES}<camera>"])
     if lack:
         raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and a camera; "
                               "rename the columns, or name the cameras with `cameras={ours: theirs}`")
+    if wrong := [c for c in (cameras or {}).values() if c not in pics]:
+        raise ValueError(f"{at}: column {wrong[0]!r} holds no pictures; the cameras are {pics}")
     if cameras: return dict(cameras)
     front = IMAGE if IMAGE in pics else pics[0]
     return {IMAGE: front, **{k: k for k in pics if k != front and k.startswith(IMAGES)}}
 
-# %% ../../nbs/data/11_lerobot.ipynb #3886a99f
+# %% ../../nbs/data/11_lerobot.ipynb #892b677d
+def file_at(
+    template,  # path in a data set, with {names}
+    at:str,    # what it is, for the message
+    **values   # name -> text or whole number; no other name may occur
+)->str:        # path inside the data set
+    "Fill in a path template of info.json; ValueError for a name it should not have and for a path that leads out."
+    said = f"{at} is {template!r}"
+    if not isinstance(template, str): raise ValueError(f"{said}, expected a path with {sorted(values)}; fetch it again")
+    try:
+        parts = list(Formatter().parse(template))
+        for _,k,how,conv in parts:
+            if k is not None and (k not in values or conv or not re.fullmatch(r"(0?\d?d)?", how)):
+                raise ValueError(f"only {sorted(values)} can be filled in, whole numbers as in :03d")
+        path = "".join(text+("" if k is None else format(values[k], how)) for text,k,how,_ in parts)
+    except ValueError as e: raise ValueError(f"{said}: {e}; fetch the data set again, or mend the path") from e
+    p = PurePosixPath(path)
+    if p.is_absolute() or ".." in p.parts or "\0" in path:
+        raise ValueError(f"{said}, which leads to {path!r}, out of the data set; fetch it again, or mend the path")
+    return path
+
+# %% ../../nbs/data/11_lerobot.ipynb #a6a68f3f
+def data_files(
+    path # folder of a LeRobotDataset v3
+)->list: # its parquet files, in order
+    "The files with a row per frame; ValueError when info.json says that they lie elsewhere."
+    template = lerobot_info(path).get("data_path", "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet")
+    where = file_at(template, f"{path}: 'data_path' of meta/info.json", chunk_index=0, file_index=0)
+    if not re.fullmatch(r"data/[^/]+/[^/]+\.parquet", where):
+        raise ValueError(f"{path}: 'data_path' of meta/info.json is {template!r}; read are data/*/*.parquet, so "
+                         "convert the data set with LeRobot's own tools")
+    if files := sorted(Path(path).glob("data/*/*.parquet")): return files
+    raise ValueError(f"{path} has no data/*/*.parquet; is it a whole LeRobotDataset v3?")
+
+def read_columns(
+    file,        # parquet
+    columns:list # names of columns
+):               # a pyarrow table
+    "Columns of a parquet file; ValueError names the file and what it lacks."
+    from pyarrow.parquet import ParquetFile
+    with reading(file), ParquetFile(file) as f:
+        if lack := [k for k in columns if k not in f.schema_arrow.names]: raise ValueError(f"it lacks columns {lack}")
+        return f.read(columns=columns)
+
+# %% ../../nbs/data/11_lerobot.ipynb #44621f43
 def episode_list(
     path,            # folder of a LeRobotDataset v3
     task_index=None  # numbers of the instructions that are wanted; None = all
 )->list:             # of (episode, frames, task_index), in order
     "The episodes of a data set and what they are about, without decoding anything."
     require("pyarrow", "lerobot")
-    from pyarrow.parquet import read_table
-    cols = [read_table(f, columns=["episode_index", "task_index"]) for f in sorted(Path(path).glob("data/*/*.parquet"))]
-    if not cols: raise ValueError(f"{path} has no data/*/*.parquet; is it a whole LeRobotDataset v3?")
+    cols = [read_columns(f, ["episode_index", "task_index"]) for f in data_files(path)]
     ep,task = (np.concatenate([t[k].to_numpy() for t in cols]) for k in ("episode_index", "task_index"))
+    if ep.dtype.kind not in "iu" or task.dtype.kind not in "iu":
+        raise ValueError(f"{path}: episode_index and task_index in data/ must be whole numbers, found {ep.dtype} and "
+                         f"{task.dtype}; fetch the data set again")
     known,first,n = np.unique(ep, return_index=True, return_counts=True)
     for e,f,k in zip(known, first, n):
         if len(set(task[f:f+k])) > 1:
@@ -242,26 +296,37 @@ def _video(path:Path, size):
     "The frames of a video file in order, (h,w,3) uint8."
     require("av", "lerobot")
     import av
-    with av.open(str(path)) as f:
+    if not Path(path).is_file(): raise ValueError(f"there is no video {path}; fetch the data set again")
+    # as mp4 and nothing else: a playlist under this name could lead to other files
+    with reading(path), av.open(str(path), format="mp4") as f:
+        if not f.streams.video: raise ValueError("it holds no video")
         for frame in f.decode(video=0):
             if size and (frame.width, frame.height) != (size, size): frame = frame.reformat(size, size)
             yield frame.to_ndarray(format="rgb24")
 
-# %% ../../nbs/data/11_lerobot.ipynb #2de90de2
+# %% ../../nbs/data/11_lerobot.ipynb #31bd4b8b
 class _Videos:
     "The frames of episodes that lie one behind the other in video files."
-    def __init__(self, path:Path, info:dict, size):
-        from pyarrow.parquet import read_table
-        self.path,self.info,self.size,self.open = path,info,size,{}
+    NEEDED = dict(chunk_index=int, file_index=int, from_timestamp=float)   # per camera, in meta/episodes
+    def __init__(self, path:Path, info:dict, size, keys:list):
+        self.path,self.size,self.open,self.template,self.fps = path,size,{},info.get("video_path"),info.get("fps")
+        if type(self.fps) not in (int, float) or not 0 < self.fps < 1e6:
+            raise ValueError(f"{path}: 'fps' of meta/info.json is {self.fps!r}, expected a number above 0")
+        cols = ["episode_index", *(f"videos/{k}/{c}" for k in keys for c in self.NEEDED)]
         files = sorted(path.glob("meta/episodes/*/*.parquet"))
-        drop = lambda row: {k: v for k,v in row.items() if not k.startswith("stats/")}
-        self.rows = {r["episode_index"]: drop(r) for f in files for r in read_table(f).to_pylist()}
+        self.rows = {r["episode_index"]: r for f in files for r in read_columns(f, cols).to_pylist()}
+
+    def place(self, key:str, episode:int)->tuple:
+        "File and first frame of an episode."
+        r = self.rows.get(episode, {}); got = {c: r.get(f"videos/{key}/{c}") for c in self.NEEDED}
+        if any(type(got[c]) is not t for c,t in self.NEEDED.items()) or not 0 <= got["from_timestamp"]*self.fps < 1e12:
+            raise ValueError(f"{self.path}: meta/episodes says of episode {episode}, {key}: {got}; expected are whole "
+                             "numbers and a time. Fetch the data set again")
+        t = got.pop("from_timestamp"); said = f"{self.path}: 'video_path' of meta/info.json"
+        return self.path/file_at(self.template, said, video_key=key, **got),round(t*self.fps)
 
     def __call__(self, key:str, episode:int, T:int)->np.ndarray:
-        r = self.rows[episode]; at = f"videos/{key}/"
-        file = self.path/self.info["video_path"].format(video_key=key, chunk_index=r[at+"chunk_index"],
-                                                        file_index=r[at+"file_index"])
-        start = round(r[at+"from_timestamp"]*self.info["fps"])
+        file,start = self.place(key, episode)
         frames,n = self.open.get(key, {}).get(file, (None, 0))
         if frames is None or n > start: frames,n = _video(file, self.size),0
         got = [x for i,x in zip(range(n, start+T), frames) if i >= start]
@@ -270,7 +335,7 @@ class _Videos:
         self.open[key] = {file: (frames, start+T)}
         return np.stack(got)
 
-# %% ../../nbs/data/11_lerobot.ipynb #480935fb
+# %% ../../nbs/data/11_lerobot.ipynb #464b4f6f
 def read_lerobot(
     path,            # folder of a LeRobotDataset v3
     task_index=None, # numbers of the instructions that are wanted; None = all
@@ -279,27 +344,42 @@ def read_lerobot(
 ):                   # yields episodes
     "The episodes of a data set, decoded one after another."
     path = Path(path); said,wanted = lerobot_tasks(path),episode_list(path, task_index)
-    from pyarrow.parquet import ParquetFile
-    info = read_json(path/"meta/info.json"); cams = camera_map(info, cameras, path)
+    info = lerobot_info(path); cams = camera_map(info, cameras, path)
     kinds = {v: info["features"][v]["dtype"] for v in cams.values()}
-    videos = _Videos(path, info, image_size) if "video" in kinds.values() else None
+    films = [k for k,d in kinds.items() if d == "video"]
+    videos = _Videos(path, info, image_size, films) if films else None
+    if lost := [t for _,_,t in wanted if t not in said]:
+        raise ValueError(f"{path}: data/ has frames of instruction {lost[0]}, meta/tasks.parquet has {sorted(said)}; "
+                         "fetch the data set again")
     todo = {e: (n, said[t]) for e,n,t in wanted}
     cols = [STATE, ACTION, "episode_index", *(k for k,d in kinds.items() if d == "image")]
-    for f in sorted(path.glob("data/*/*.parquet")):
-        for e,t in _episodes_of(ParquetFile(f), cols, todo):
-            num = {k: np.stack(t[k].to_numpy(zero_copy_only=False)).astype(np.float32).reshape(len(t), -1)
-                   for k in (STATE, ACTION)}
-            pic = {k: np.stack([decode_image(x["bytes"], image_size) for x in t[c].to_pylist()])
-                   if kinds[c] == "image" else videos(c, e, len(t))
+    for f in data_files(path):
+        for e,t in _episodes_of(f, cols, todo):
+            num = {k: _numbers(t[k], f, k) for k in (STATE, ACTION)}
+            pic = {k: _pictures(t[c], image_size, f, c) if kinds[c] == "image" else videos(c, e, len(t))
                    for k,c in cams.items()}
             yield {**pic, **num, PROMPT: todo[e][1]}
 
-def _episodes_of(file, cols:list, todo:dict):
+# %% ../../nbs/data/11_lerobot.ipynb #8cb4bf1f
+def _numbers(column, file, key:str)->np.ndarray:
+    "A column as (T,n) float32."
+    with reading(f"{file}, column {key}"):
+        return np.stack(column.to_numpy(zero_copy_only=False)).astype(np.float32).reshape(len(column), -1)
+
+def _pictures(column, size, file, key:str)->np.ndarray:
+    "A column of picture files as (T,h,w,3) uint8."
+    with reading(f"{file}, column {key}"): return np.stack([decode_image(x["bytes"], size) for x in column.to_pylist()])
+
+def _episodes_of(path, cols:list, todo:dict):
     "Episode number and table of every wanted episode in a parquet file; a row group at a time."
     import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+    with reading(path):
+        file = ParquetFile(path)
+        if lack := [k for k in cols if k not in file.schema_arrow.names]: raise ValueError(f"it lacks columns {lack}")
     part = None
     for g in range(file.num_row_groups):
-        t = file.read_row_group(g, columns=cols)
+        with reading(path): t = file.read_row_group(g, columns=cols)
         part = t if part is None else pa.concat_tables([part, t])
         while part is not None and len(part):
             ep = part["episode_index"].to_numpy(); e = int(ep[0]); n = int((ep == e).sum())
@@ -307,7 +387,19 @@ def _episodes_of(file, cols:list, todo:dict):
             if e in todo: yield e,part.slice(0, n)
             part = part.slice(n)
 
-# %% ../../nbs/data/11_lerobot.ipynb #766a46d4
+# %% ../../nbs/data/11_lerobot.ipynb #f7f109a1
+def check_parts(
+    task:Task # with a source of kind lerobot
+):
+    "ValueError when the task's source does not say which data sets it comes from."
+    at = f"the source of task {task.id!r}"
+    entries(task.source, dict(kind=str, parts=(list, tuple)), at)
+    for o in task.source["parts"]:
+        entries(o, dict(path=str, task_index=(list, tuple, type(None))), f"{at}, a part")
+        if any(type(i) is not int for i in o["task_index"] or ()):
+            raise ValueError(f"{at}: task_index is {o['task_index']}, expected whole numbers, or None for all")
+
+# %% ../../nbs/data/11_lerobot.ipynb #a05dc24b
 def fingerprint(
     task:Task,       # with a source of kind lerobot
     image_size=None, # h = w to resize to
@@ -316,6 +408,7 @@ def fingerprint(
     "What a frame store of this task depends on: which parts of which files, in which size."
     if not task.source or task.source.get("kind") != "lerobot":
         raise ValueError(f"task {task.id!r} does not come from a LeRobot data set; its source is {task.source}")
+    check_parts(task)
     size = lambda p: {str(f.relative_to(p)): f.stat().st_size for f in sorted(Path(p).glob("*/**/*"))
                       if f.suffix in (".parquet", ".mp4", ".json")}
     parts = [dict(o, files=size(o["path"])) for o in task.source["parts"]]

@@ -291,7 +291,7 @@ def _start_all(self:EnvPool):
     self.obs = {k: self._mem[k] for k in (IMAGE, STATE)}
     for w in self._workers: send(w.child.sock, **self._fields)
 
-# %% ../../nbs/envs/63_pool.ipynb #deae9135
+# %% ../../nbs/envs/63_pool.ipynb #faffedfe
 @patch
 def _send(self:EnvPool, i, **cmd):
     "One command for slot `i`; a worker that is gone will be noticed by `wait`."
@@ -310,7 +310,7 @@ def reset(self:EnvPool,
     slot:int, # which environment
     trial:int # which of its initial states
 ):
-    "Begin a trial; the first observation comes through `wait`."
+    "Begin a trial; the first observation comes through `wait`. ValueError when the pool is closed."
     self._check_open()
     s = self._slots[slot]
     s.trial,s.under_way,s.redo = int(trial),True,False
@@ -322,7 +322,7 @@ def step(self:EnvPool,
     slot:int,          # which environment
     actions:np.ndarray # (n,A) with n at most `H`, float32, in the environment's units
 ):
-    "Carry out a chunk; the outcome comes through `wait`."
+    "Carry out a chunk; the outcome comes through `wait`. ValueError for a wrong shape or a slot without an episode."
     self._check_open()
     s,a = self._slots[slot],np.asarray(actions, np.float32)
     if a.ndim != 2 or a.shape[1] != self.action_dim or not 1 <= len(a) <= self.H:
@@ -334,7 +334,7 @@ def step(self:EnvPool,
     self._mem["action"][slot,:len(a)] = a
     self._send(slot, n=len(a))
 
-# %% ../../nbs/envs/63_pool.ipynb #51530191
+# %% ../../nbs/envs/63_pool.ipynb #7f238467
 @patch
 def _count(self:EnvPool, w, why):
     "Note a lost worker."
@@ -351,9 +351,9 @@ def _restart(self:EnvPool, w, why):
         self.close()
         trial = self._slots[worst].trial
         raise RuntimeError(
-            f"the worker of slots {w.slots} failed {n} times before trial {trial} of {self.task_ids[worst]} was over, more "
-            f"than max_restarts={self.max_restarts}. To see it alone: make_env({self.specs[worst]}, {self.image_size}, "
-            f"{self.seed}).reset({trial})\nThe last failure: {why}")
+            f"the worker of slots {w.slots} failed {n} times before trial {trial} of {self.task_ids[worst]} was over, "
+            f"more than max_restarts={self.max_restarts}. To see it alone: make_env({self.specs[worst]}, "
+            f"{self.image_size}, {self.seed}).reset({trial})\nThe last failure: {why}")
     self._count(w, why); self._launch(w); send(w.child.sock, **self._fields)
     self._ready = [r for r in self._ready if r.slot not in again]
     for i in again: self._slots[i].redo = True; self._send(i, trial=self._slots[i].trial)
@@ -371,12 +371,12 @@ def _take(self:EnvPool, w, msg):
     s.under_way,s.redo = not (terminated or truncated),False
     if not s.under_way: s.failures = 0
 
-# %% ../../nbs/envs/63_pool.ipynb #15316757
+# %% ../../nbs/envs/63_pool.ipynb #f383517c
 @patch
 def wait(self:EnvPool,
     timeout:float=None # seconds; None: until something comes
 )->list:               # of `Result`; empty only when `timeout` has passed
-    "The results that are there, as soon as there is one; dead and hung workers are replaced meanwhile."
+    "The results that are there, as soon as there is one; RuntimeError when a worker fails again and again."
     self._check_open()
     until = None if timeout is None else time.monotonic()+timeout
     limit = lambda w: w.since+(self.start_timeout if w.starting else self.timeout)

@@ -211,7 +211,7 @@ def _save_gif(path, frames, fps:int=20)->Path:
     first.save(path, save_all=True, append_images=rest, duration=round(1000/fps), loop=0)
     return path
 
-# %% ../../nbs/eval/72_rollout.ipynb #71fa87d6
+# %% ../../nbs/eval/72_rollout.ipynb #b9b63700
 def film_firsts(
     records,       # records of one evaluation
     actions:dict,  # what `evaluate` put into its `actions`
@@ -219,11 +219,13 @@ def film_firsts(
     folder,        # where TASK-success-TRIAL.gif and TASK-failure-TRIAL.gif go
     image_size:int=128, # pixels
     seed:int=0,    # base seed of the initial states, as in the pool
-    make=make_env  # builds an environment
+    make=make_env, # builds an environment
+    enough=None    # asked before each task; true ends the filming
 )->list:           # paths
     "Film the first success and the first failure of each task."
     paths = []
     for t in tasks:
+        if enough and enough(): break
         env = make({**t.env, "task_id": t.id, "prompt": t.prompt}, image_size, seed)
         for kind,good in (("success", True), ("failure", False)):
             trials = [r["trial"] for r in records

@@ -4,16 +4,15 @@
 
 # %% auto #0
 __all__ = ['check_obs', 'check_action', 'Policy', 'param_groups', 'n_params', 'stored_weights', 'write_weights', 'read_weights',
-           'fill', 'save_policy', 'read_policy_config', 'read_lora', 'check_lora', 'load_weights', 'save_base',
-           'load_base', 'init_weights']
+           'fill', 'save_policy', 'read_policy', 'read_policy_config', 'read_lora', 'check_lora', 'load_weights',
+           'save_base', 'load_base', 'init_weights']
 
-# %% ../../nbs/policies/20_base.ipynb #fee2f6f9
-import os, torch
+# %% ../../nbs/policies/20_base.ipynb #959e6410
+import os, re, torch
 from pathlib import Path
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from ..core import ACTION, PAD, STATE, closest, read_json, write_atomic, write_json
+from ..batch import read_tensors, write_tensors
+from ..core import ACTION, PAD, STATE, closest, read_json, write_json
 from ..core import sha256 as file_sha256
 
 # %% ../../nbs/policies/20_base.ipynb #9cb01d0b
@@ -110,7 +109,7 @@ def n_params(
     "How many parameters a model has."
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
-# %% ../../nbs/policies/20_base.ipynb #3add3ddc
+# %% ../../nbs/policies/20_base.ipynb #51a43c9f
 def stored_weights(
     policy:Policy,    # any policy
     frozen:bool=False # the other part: what a checkpoint leaves to the base
@@ -124,18 +123,17 @@ def write_weights(
     path          # safetensors file
 )->Path:
     "Write tensors as they are, from whatever device, atomically."
-    weights = {k: v.detach().cpu().contiguous().clone() for k,v in weights.items()}
-    return write_atomic(path, lambda tmp: save_file(weights, tmp))
+    return write_tensors(path, {k: v.detach().cpu().contiguous().clone() for k,v in weights.items()})
 
 def read_weights(
     path   # safetensors file, or a folder that holds weights.safetensors
 )->dict:   # name -> tensor
     "Read tensors; ValueError when there are none."
     path = Path(path); path = path/"weights.safetensors" if path.is_dir() else path
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"there are no weights at {path}; give the folder of a checkpoint or a safetensors file")
-    try: return load_file(path)
-    except SafetensorError as e: raise ValueError(f"{path} is not a safetensors file ({e}); was it cut off?") from e
+    try: return read_tensors(path)[0]
+    except ValueError as e: raise ValueError(f"{e}; was it cut off? Take another checkpoint") from e
 
 # %% ../../nbs/policies/20_base.ipynb #2a9d9de0
 def fill(
@@ -151,7 +149,7 @@ def fill(
     with torch.no_grad():
         for k,v in own.items(): v.copy_(new[k])
 
-# %% ../../nbs/policies/20_base.ipynb #d8773fe7
+# %% ../../nbs/policies/20_base.ipynb #5ac7cdf7
 def save_policy(
     policy:Policy, # what to store
     name:str,      # its name in the registry of policies
@@ -169,20 +167,59 @@ def save_policy(
     write_json(folder/"policy.json", about)
     return folder
 
+def _known(
+    d,          # from a file
+    known:dict, # name -> type of its value
+    at:str      # what `d` is, for the message
+):
+    "ValueError unless `d` is a dict of the known entries, each there and of its type."
+    again = "; take the file that save_policy wrote"
+    if not isinstance(d, dict):
+        raise ValueError(f"{at} is of type {type(d).__name__}, expected a dict of {', '.join(known)}{again}")
+    for k in d:
+        if k not in known: raise ValueError(f"{at} holds the unknown entry {k!r}{closest(k, known)}{again}")
+    for k,t in known.items():
+        if k not in d: raise ValueError(f"{at} lacks the entry {k!r}{again}")
+        if type(d[k]) is not t and not (t is float and type(d[k]) is int):
+            raise ValueError(f"{at}: {k!r} is {d[k]!r}, expected a value of type {t.__name__}{again}")
+
+# %% ../../nbs/policies/20_base.ipynb #643b3300
+def read_policy(
+    folder # written by save_policy
+)->dict:   # policy, config, and lora for a policy with adapters
+    "What `policy.json` says, looked through; ValueError names the file and the entry that is wrong."
+    path = Path(folder)/"policy.json"
+    if not path.is_file(): raise ValueError(f"there is no stored policy at {folder}: {path} is missing")
+    d = read_json(path); lora = isinstance(d, dict) and "lora" in d
+    _known(d, dict(policy=str, config=dict) | (dict(lora=dict) if lora else {}), str(path))
+    sizes = dict(H=int, action_dim=int)   # every policy has these; the rest is up to its class
+    _known({k: v for k,v in d["config"].items() if k in sizes}, sizes, f"{path}, config")
+    if lora: _check_settings(d["lora"], f"{path}, lora")
+    return d
+
+def _check_settings(lora:dict, at:str):
+    "ValueError unless these are settings of adapters as save_policy writes them."
+    _known(lora, dict(rank=int, alpha=float, pretrained=bool, base=dict), at)
+    _known(lora["base"], dict(path=str, sha256=str), f"{at}, base")
+    if not 1 <= lora["rank"] < 2**16 or not 0 < lora["alpha"] < 2**16:
+        raise ValueError(f"{at}: rank must be 1 or more, alpha above 0, both below {2**16}; found {lora['rank']}, "
+                         f"{lora['alpha']}; take the file that save_policy wrote")
+    if not re.fullmatch("[0-9a-f]{64}", lora["base"]["sha256"]):
+        raise ValueError(f"{at}: {lora['base']['sha256']!r} is no SHA-256; take the file that save_policy wrote")
+
+# %% ../../nbs/policies/20_base.ipynb #d1a98fc0
 def read_policy_config(
     folder # written by save_policy
 )->tuple:  # name in the registry, keyword arguments
     "The name and the arguments that build the stored policy again."
-    path = Path(folder)/"policy.json"
-    if not path.exists(): raise ValueError(f"there is no stored policy at {folder}: {path} is missing")
-    d = read_json(path)
+    d = read_policy(folder)
     return d["policy"],d["config"]
 
 def read_lora(
     folder    # written by save_policy
 )->dict|None: # rank, alpha, pretrained, base with its full path; None for a policy without adapters
     "The settings of a stored policy's adapters."
-    path = Path(folder)/"policy.json"; lora = read_json(path).get("lora") if path.exists() else None
+    lora = read_policy(folder).get("lora") if (Path(folder)/"policy.json").exists() else None
     if lora is None: return None
     return lora | dict(base=lora["base"] | dict(path=str((Path(folder).resolve()/lora["base"]["path"]).resolve())))
 
@@ -214,20 +251,28 @@ def load_weights(
     if Path(path).is_dir() and (Path(path)/"policy.json").exists(): check_lora(policy, path)
     fill(stored_weights(policy), new, path)
 
-# %% ../../nbs/policies/20_base.ipynb #bf4f325a
+# %% ../../nbs/policies/20_base.ipynb #4a3d1f6a
 def save_base(
     policy:Policy, # with adapters
-    path           # safetensors file, as in RUN_DIR/base.safetensors
+    path,          # safetensors file, as in RUN_DIR/base.safetensors
+    sha256=None,   # what a checkpoint says that its SHA-256 is
+    say=print      # told when a damaged file is written again
 )->str:            # its SHA-256
     "Write the frozen weights once, and note in the policy where; ValueError when others are there already."
     if not policy.lora: raise ValueError("a policy without adapters has no base; save_policy stores all of it")
     path,own = Path(path).resolve(),stored_weights(policy, frozen=True)
+    if sha256 and path.is_file() and file_sha256(path) != sha256:
+        away = path.with_suffix(".damaged"); os.replace(path, away)
+        say(f"{path} is not the file that the checkpoint names (its SHA-256 differs); it was moved to {away.name}, and the "
+            "frozen weights are made again from the settings")
     if path.exists():
         old = read_weights(path)
         if old.keys() != own.keys() or any(not torch.equal(old[k], v.cpu()) for k,v in own.items()):
             raise ValueError(f"{path} holds other frozen weights than this policy; did seed, init_from or the version "
                              "of torch change? Take them back, or start in a new folder")
     else: write_weights(own, path)
+    if sha256 and file_sha256(path) != sha256: raise ValueError(f"the frozen weights that the settings make are not those "
+        f"of the checkpoint ({path}); did seed, init_from or the version of torch change? Take them back")
     policy.lora["base"] = dict(path=str(path), sha256=file_sha256(path))
     return policy.lora["base"]["sha256"]
 
@@ -237,7 +282,7 @@ def load_base(
     sha256:str     # what its SHA-256 must be
 ):
     "Load the frozen weights; ValueError when the file is missing or another."
-    if not Path(path).exists():
+    if not Path(path).is_file():
         raise ValueError(f"the frozen weights of this policy are missing: there is no {path}. A checkpoint with "
             "adapters belongs into its run's folder: move it back, or copy the run's base.safetensors there")
     if (found := file_sha256(path)) != sha256:

@@ -80,7 +80,7 @@ def read_eval_config(
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
     return replace(config_from(EvalConfig, read_json(path)), run_dir=str(run_dir))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #689cfca8
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #83bfcbf8
 def eval_cl(
     cfg:EvalConfig, # settings
     say=print       # told what happens
@@ -105,11 +105,11 @@ def try_checkpoint(cfg:EvalConfig, path:Path, stream, pool, rows, out:RunFolder,
     at = read_json(path/"position.json"); ids = [s.task.id for s in stream.stages]
     tasks = list(dict.fromkeys(ids if cfg.evaluate == "full" or at["name"] == "joint" else ids[:at["t"]+1]))
     policy,processor,old = load_policy(path),Processor.from_json(read_json(path/"processor.json")),out.episodes()
-    info = dict(stage=at["t"], after=at["name"], step=None); total,t0 = len(tasks)*cfg.n_trials,time.time()
+    info = dict(stage=at["t"], after=at["name"], step=None); total,t0 = len(tasks)*cfg.n_trials,time.monotonic()
     got = [r for r in old if r["stage"] == at["t"]]
     def note(r):
         out.episode(r); got.append(r)
-        emit(phase="evaluation", task=path.name, done=len(got), total=total, seconds=time.time()-t0,
+        emit(phase="evaluation", task=path.name, done=len(got), total=total, seconds=time.monotonic()-t0,
              success=sum(x["success"] for x in got)/len(got))
     trials = range(cfg.first_trial, cfg.first_trial+cfg.n_trials)
     evaluate(policy, processor, pool, rows, trials, cfg.seed, info, tasks, map(record_key, old), note, mine=mine,

@@ -6,8 +6,8 @@
 __all__ = ['FREE', 'POSITIVE', 'CHOICES', 'SMOKE', 'RunConfig', 'check_values', 'hosts', 'from_page', 'resolve', 'differences',
            'read_config']
 
-# %% ../../nbs/train/50_config.ipynb #39cf256b
-import ast, os
+# %% ../../nbs/train/50_config.ipynb #1500f7ae
+import ast, math, os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from ..core import closest, config_from, config_json, read_json
@@ -66,9 +66,9 @@ class RunConfig:
     rows_per_task:int = 2       # episodes of one task under way at the same time
     videos:bool = False         # film the first success and the first failure per task
 
-# %% ../../nbs/train/50_config.ipynb #63af3cd4
+# %% ../../nbs/train/50_config.ipynb #3eda5f7d
 FREE = ("run_dir", "data_dir", "n_workers", "videos", "machines", "timeout", "detached", "save_every", "save_minutes",
-        "keep")  # settings that a continued run may change
+        "keep")
 POSITIVE = ("n_demos", "steps_per_task", "n_trials", "num_processes", "batch_size", "accumulation", "lr", "threads",
             "image_size", "chunk", "cycles", "rows_per_task", "timeout", "keep", "lora_alpha", "nan_limit")
 CHOICES = dict(head=("flow", "l1"), precision=("no", "bf16", "fp16"), device=("auto", "cpu", "cuda"),
@@ -78,7 +78,7 @@ CHOICES = dict(head=("flow", "l1"), precision=("no", "bf16", "fp16"), device=("a
                partition=("auto", "by_task_index", "by_dataset"),
                on_nan=("stop", "skip"), strategy=("ddp", "zero1", "zero2", "zero3"))
 
-# %% ../../nbs/train/50_config.ipynb #3932b3af
+# %% ../../nbs/train/50_config.ipynb #dd64a6f7
 def check_values(
     cfg:RunConfig # settings to look at
 )->RunConfig:     # the same settings
@@ -97,8 +97,8 @@ def check_values(
     for k in ("ema", "lr_floor"):
         if not 0 <= getattr(cfg, k) < 1: raise ValueError(f"{k} lies in [0,1), found {getattr(cfg, k)}")
     parts = cfg.accumulation*cfg.num_processes*max(1, len(hosts(cfg)))
-    if cfg.batch_size % parts: raise ValueError(f"batch_size {cfg.batch_size} cannot be split into {parts} micro-batches "
-        "(accumulation x processes); choose a multiple")
+    if cfg.batch_size % parts: raise ValueError(f"batch_size {cfg.batch_size} cannot be split into {parts} "
+        "micro-batches (accumulation x processes); choose a multiple")
     return cfg
 
 def hosts(
@@ -107,19 +107,23 @@ def hosts(
     "The machines of a run, in order."
     return [h.strip() for h in cfg.machines.split(",") if h.strip()]
 
-# %% ../../nbs/train/50_config.ipynb #291e7155
+# %% ../../nbs/train/50_config.ipynb #bb7097ae
+def _typed(name:str, v, kind):
+    "`v` when its type is the field's; whole numbers are fine for a float."
+    if "float" in str(kind) and type(v) is int and abs(v) < 1e300: v = float(v)
+    allowed = kind.__args__ if "|" in str(kind) else (kind,)
+    if type(v) not in allowed or type(v) is float and not math.isfinite(v):
+        want = kind.__name__ if isinstance(kind, type) else kind
+        raise ValueError(f"parameter {name!r}: found {v!r} ({type(v).__name__}), expected {want}")
+    return v
+
 def _value(name:str, v, kind):
     "`v` as the type that the field wants."
-    if isinstance(v, str) and kind is not str and "str" not in str(kind):
+    if isinstance(v, str) and kind is not str and ("str" not in str(kind) or v[:1] in ("[", "{")):
         try: v = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(v.lower(), v))
-        except (ValueError, SyntaxError) as e:
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as e:
             raise ValueError(f"parameter {name!r}: {v!r} is not a value of type {kind}") from e
-    elif isinstance(v, str) and v[:1] in "[{" and kind is not str: v = ast.literal_eval(v)
-    if "float" in str(kind) and type(v) is int: v = float(v)
-    allowed = kind.__args__ if "|" in str(kind) else (kind,)
-    if type(v) not in allowed:
-        raise ValueError(f"parameter {name!r}: found {v!r} ({type(v).__name__}), expected {kind}")
-    return v
+    return _typed(name, v, kind)
 
 def from_page(
     cls,        # the config's class
@@ -134,13 +138,13 @@ def from_page(
         if k not in known: raise ValueError(f"unknown parameter {k!r}{closest(k, known)}")
     return config_from(cls, {k: _value(k, v, known[k]) for k,v in got.items()})
 
-# %% ../../nbs/train/50_config.ipynb #2d2dee9d
+# %% ../../nbs/train/50_config.ipynb #afdde7d6
 SMOKE = dict(n_demos=3, steps_per_task=12, n_trials=2, rows_per_task=1, warmup=3)
 
 def resolve(
     cfg:RunConfig # as the page gave it
 )->RunConfig:     # with folders filled in, and small numbers when `smoke` is set
-    "Fill in the settings that follow from others."
+    "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
     cfg = check_values(cfg)
     if cfg.smoke: cfg = replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()})
     suite = cfg.suite if isinstance(cfg.suite, str) else "stream"
@@ -150,21 +154,31 @@ def resolve(
     return replace(cfg, run_dir=str(Path(cfg.run_dir or f"runs/{name}").expanduser().resolve()),
                    data_dir=str(Path(data).expanduser().resolve()), n_workers=cfg.n_workers or os.cpu_count() or 1)
 
-# %% ../../nbs/train/50_config.ipynb #cd0c39bf
+# %% ../../nbs/train/50_config.ipynb #f588052e
 def differences(
     old:dict,     # stored config
     cfg:RunConfig # config of the run that wants the folder
 )->list:          # lines "name: old -> new", without the settings that may change
     "Settings in which a stored config and a new one disagree; a setting that is not stored had its default."
-    new = config_json(cfg); old = config_json(RunConfig()) | old
+    if not isinstance(old, dict):
+        raise ValueError(f"the stored config is a {type(old).__name__}, expected a dict of parameters; the folder's "
+                         "config.json was not written by a run, so choose another run_dir")
+    new,old = config_json(cfg),config_json(RunConfig()) | old
+    count = lambda d: max(1, len(d["machines"].split(",")))  # their names may change, not how many there are
+    new,old = new | dict(n_machines=count(new)),old | dict(n_machines=count(old))
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(old.keys()|new.keys())
             if k not in FREE and old.get(k) != new.get(k)]
 
-# %% ../../nbs/train/50_config.ipynb #6ff0aa9f
+# %% ../../nbs/train/50_config.ipynb #fd902eb2
 def read_config(
     run_dir # folder of a run
 )->RunConfig:
-    "The config of a run folder; FileNotFoundError says when the folder is none."
+    "The config of a run folder; FileNotFoundError when the folder is none, ValueError for a setting it cannot have."
     path = Path(run_dir)/"config.json"
     if not path.exists(): raise FileNotFoundError(f"{run_dir} is no run folder: it has no config.json")
-    return config_from(RunConfig, read_json(path))
+    d,known = read_json(path),{f.name: f.type for f in fields(RunConfig)}
+    try:
+        if isinstance(d, dict): d = {k: _typed(k, v, known[k]) if k in known else v for k,v in d.items()}
+        return replace(config_from(RunConfig, d), run_dir=str(Path(run_dir).resolve()))  # it may have been moved
+    except ValueError as e: raise ValueError(f"{path}: {e}. Take the file that the run wrote, or start in a new "
+                                             "folder") from e

@@ -17,7 +17,7 @@ from .config import RunConfig, hosts
 from .run import descendants
 from .stop import EXIT_STOPPED, Stopped
 
-# %% ../../nbs/train/55_launch.ipynb #d679d550
+# %% ../../nbs/train/55_launch.ipynb #c78c98ce
 def die_with_parent(
     parent:int # process id of the parent that is expected
 ):
@@ -29,17 +29,17 @@ def die_with_parent(
 def end_with_parent():
     "End with the process that started this one: the page that follows it, or the launcher of one of many processes."
     page = os.environ.pop("CLVLA_PARENT", None)  # taken out, so that no process started from here takes it for its own
-    if "RANK" in os.environ: die_with_parent(os.getppid())
+    if "RANK" in os.environ: die_with_parent(int(os.environ.get("CLVLA_LAUNCHER", os.getppid())))
     elif page: die_with_parent(int(page))
 
-# %% ../../nbs/train/55_launch.ipynb #68738f73
+# %% ../../nbs/train/55_launch.ipynb #54bcbb49
 _last = {}  # phase -> when its last event was printed
 
 def emit(**event):
     "Print one progress event, a line that starts with @ and holds JSON, if this process is followed; five a second."
     if not os.environ.get("CLVLA_FOLLOWED") or os.environ.get("RANK", "0") != "0": return
-    now,phase = time.time(),event.get("phase")
-    if now-_last.get(phase, 0) < .2 and event.get("done") != event.get("total"): return
+    now,phase = time.monotonic(),event.get("phase")
+    if now-_last.get(phase, -1) < .2 and event.get("done") != event.get("total"): return
     _last[phase] = now
     sys.stdout.write("@"+json.dumps(event)+"\n"); sys.stdout.flush()  # one write: a line of one process stays one line
 
@@ -99,7 +99,7 @@ def follow(
         last.append(line.rstrip()); show(line.rstrip())
     return list(last)
 
-# %% ../../nbs/train/55_launch.ipynb #926a99db
+# %% ../../nbs/train/55_launch.ipynb #8bb82f98
 def kill_all(
     pid:int # of a process
 ):
@@ -114,12 +114,12 @@ def stop(
 ):
     "Ask children to end; whatever is left of them after `patience` seconds is killed."
     for p in ps: p.terminate()
-    until = time.time()+patience
+    until = time.monotonic()+patience
     for p in ps:
-        try: p.wait(max(0, until-time.time()))
+        try: p.wait(max(0, until-time.monotonic()))
         except subprocess.TimeoutExpired: kill_all(p.pid); p.wait()
 
-# %% ../../nbs/train/55_launch.ipynb #93354998
+# %% ../../nbs/train/55_launch.ipynb #4b0ff319
 def launch(
     module:str,  # as in `clvla.train`
     *args,       # its arguments
@@ -127,14 +127,15 @@ def launch(
     show=print,  # gets the child's plain lines
     patience=600 # seconds that a child which was asked to stop may take to save
 ):
-    "Run `python -m module args` as a child and follow it; RuntimeError with its last lines when it fails."
+    "Run a module as a child and follow it; RunStopped when it was stopped, RuntimeError when it failed."
     p = subprocess.Popen([sys.executable, "-m", module, *map(str, args)], text=True, stdout=subprocess.PIPE,
                          env=_env(CLVLA_PARENT=str(os.getpid()), CLVLA_FOLLOWED="1"),
                          stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     handle = display(Text("starting"), display_id=True); t = 0.
     def progress(e):
         nonlocal t
-        if handle and (time.time()-t > every or e["done"] == e["total"]): t = time.time(); handle.update(Text(bars(e)))
+        if handle and (time.monotonic()-t > every or e["done"] == e["total"]):
+            t = time.monotonic(); handle.update(Text(bars(e)))
     try: last = follow(p, show, progress)
     except BaseException as e:
         last = _wind_up(p, show, progress, patience)
@@ -273,18 +274,18 @@ def outcome(
             say(f"process {rank} was ended by {signal.Signals(-code).name}{WHY.get(-code, '')}")
     return 1
 
-# %% ../../nbs/train/55_launch.ipynb #36b4ce09
+# %% ../../nbs/train/55_launch.ipynb #a3109269
 def launch_ranks(
     cfg:RunConfig,       # of a run that was begun
     module="clvla.train" # what each process runs, with the run folder as its argument
 )->int:                  # exit code: 0 done, 75 stopped, 1 failed
-    "Start this machine's processes of a run, pass signals on to them, and wait for them."
+    "Start this machine's processes of a run, pass signals on, and wait; RuntimeError when machines do not meet."
     linux = sys.platform == "linux"
     if linux: pass_on(60*cfg.timeout)
     import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
-    os.environ["OMP_NUM_THREADS"] = str(cfg.threads)
+    os.environ |= dict(OMP_NUM_THREADS=str(cfg.threads), CLVLA_LAUNCHER=str(os.getpid()))
     if cfg.device == "cpu" or not torch.cuda.is_available(): os.environ["ACCELERATE_USE_CPU"] = "true"
     path = Path(cfg.run_dir); stopped,codes = path/"stopped.json",{}; before = _stamp(stopped)
     logging.disable(logging.ERROR)   # the processes report their errors themselves

@@ -6,13 +6,14 @@
 __all__ = ['DEMO_SEED', 'START', 'PATIENCE', 'CHANCES', 'algo_arguments', 'check_replay', 'check_strategy', 'check', 'locked',
            'demo_dir', 'make_store', 'demo_worker', 'make_all_demos', 'prepare', 'make_processor']
 
-# %% ../../nbs/train/54_prepare.ipynb #128bdf73
+# %% ../../nbs/train/54_prepare.ipynb #c9b9f460
 import fcntl, importlib, io, time
 from collections import Counter, deque
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from multiprocessing.connection import wait as readable
 from pathlib import Path
+import torch
 from ..cl.all import make_algo
 from ..cl.er import ER, n_replay
 from ..core import closest, config_json, require
@@ -64,7 +65,7 @@ def check_strategy(
         raise ValueError(f"{parts} ema {cfg.ema} averages whole ones; set ema to 0, or strategy to 'zero2'")
     if cfg.strategy != "ddp": require("deepspeed", "deepspeed")
 
-# %% ../../nbs/train/54_prepare.ipynb #a3466f5a
+# %% ../../nbs/train/54_prepare.ipynb #9ae7b6d5
 def check(
     cfg:RunConfig # resolved settings
 )->Stream:        # the stream that they name
@@ -74,6 +75,8 @@ def check(
     algo = make_algo(cfg.algo, cfg.seed, **algo_arguments(cfg))
     check_replay(algo, cfg); check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', and torch finds no GPU here; set it to 'auto' or 'cpu'")
     if cfg.init_from and not Path(cfg.init_from).exists():
         raise ValueError(f"init_from {cfg.init_from!r} does not exist; name the folder of a checkpoint, as in "
                          "runs/NAME/checkpoints/001-TASK, or leave it empty")

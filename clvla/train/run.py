@@ -15,7 +15,7 @@ from ..core import clean_temporary, config_json, read_json, write_atomic, write_
 from ..eval.metrics import record_key
 from .config import RunConfig, differences, read_config
 
-# %% ../../nbs/train/51_run.ipynb #435276d0
+# %% ../../nbs/train/51_run.ipynb #d51708a3
 def append_jsonl(
     path,       # a .jsonl file, made if it does not exist
     record:dict # one line
@@ -27,10 +27,10 @@ def read_jsonl(
     path,      # a .jsonl file; one that does not exist has no records
     say=print  # told when the last line is torn
 )->list:       # records
-    "Read the records of a .jsonl file."
+    "Read the records of a .jsonl file; ValueError when a line other than the last is torn."
     path = Path(path)
-    if not path.exists(): return []
-    *whole,last = path.read_text().split("\n")
+    try: *whole,last = path.read_text().split("\n")
+    except FileNotFoundError: return []
     if last: say(f"{path.name}: the last line is torn (a crash while writing) and is left out")
     try: return [json.loads(l) for l in whole]
     except json.JSONDecodeError as e: raise ValueError(f"{path} is damaged in the middle: {e}") from e
@@ -55,7 +55,7 @@ def keep_records(
     write_atomic(path, lambda tmp: Path(tmp).write_text("".join(json.dumps(r)+"\n" for r in kept)))
     return len(records)-len(kept)
 
-# %% ../../nbs/train/51_run.ipynb #48bc2b37
+# %% ../../nbs/train/51_run.ipynb #5e977085
 class RunFolder:
     "Paths and records of one run, as seen by one of its processes."
     def __init__(self,
@@ -72,8 +72,10 @@ class RunFolder:
             diff = differences(read_json(self.path/"config.json"), cfg)
             if diff: raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(diff)}. "
                                       "Choose another run_dir, or the same settings to continue that run")
-            if not self.done: self.check_free()
-            return "done" if self.done else "continued"
+            if self.done: return "done"
+            self.check_free()
+            write_json(self.path/"config.json", config_json(cfg))  # settings that are free may be new
+            return "continued"
         if self.path.exists() and any(self.path.iterdir()):
             raise ValueError(f"{self.path} is not empty and no run folder (no config.json); choose another run_dir")
         write_json(self.path/"config.json", config_json(cfg)); write_json(self.path/"versions.json", versions())
@@ -139,10 +141,11 @@ def _refuse(run):
     run.check_free()
     raise ValueError(f"{run.path} is being written by this process ({os.getpid()}) already; choose another run_dir")
 
-# %% ../../nbs/train/51_run.ipynb #2d319875
+# %% ../../nbs/train/51_run.ipynb #dca6d107
 def versions()->dict:
     "Versions of Python, the machine and the libraries that can change a number."
-    names = ("clvla", "torch", "numpy", "accelerate", "safetensors", "mujoco", "metaworld", "lerobot")
+    names = ("clvla", "torch", "numpy", "accelerate", "safetensors", "mujoco", "metaworld", "lerobot",
+             "peft", "deepspeed")
     have = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
     return dict(python=sys.version.split()[0], machine=platform.machine(), system=platform.system(),
                 cpus=os.cpu_count(), **{n: have.get(n, "not installed") for n in names})
@@ -179,15 +182,17 @@ def begin_again(self:RunFolder):
     for name in ("stopped.json", "failed.json"):
         if self.rank == 0: (self.path/name).unlink(missing_ok=True)
 
-# %% ../../nbs/train/51_run.ipynb #c925c328
+# %% ../../nbs/train/51_run.ipynb #879ebdc8
 @patch
 def episodes(self:RunFolder,
     say=print # told about torn lines
 )->list:      # records, each episode once
     "What all processes have recorded."
-    files = [self.path/"episodes.jsonl", *sorted(self.path.glob("episodes-*.jsonl"))]
+    # episodes.jsonl is read last: what is gathered meanwhile is then seen there
+    files = [*sorted(self.path.glob("episodes-*.jsonl")), self.path/"episodes.jsonl"]
+    *others,main = [read_jsonl(f, say) for f in files]
     found = {}
-    for r in (r for f in files for r in read_jsonl(f, say)): found.setdefault(record_key(r), r)
+    for r in sum(others, main): found.setdefault(record_key(r), r)
     return list(found.values())
 
 @patch
@@ -215,7 +220,7 @@ def sync(self:RunFolder):
     for p in self.path.glob("*.jsonl"):
         with open(p, "rb") as f: os.fsync(f.fileno())
 
-# %% ../../nbs/train/51_run.ipynb #c6e54023
+# %% ../../nbs/train/51_run.ipynb #98d6af98
 class Cost:
     "Seconds spent per phase, kept in `cost.json` over restarts."
     def __init__(self, path):
@@ -223,7 +228,7 @@ class Cost:
         self.seconds = read_json(self.path)["seconds"] if self.path.exists() else {}
 
     def add(self,
-        phase:str,    # demonstrations, training or evaluation
+        phase:str,    # demonstrations, training, evaluation or checkpoints
         seconds:float # wall time
     ):
         "Add seconds to a phase and store the sum."

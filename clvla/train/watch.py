@@ -156,7 +156,7 @@ class Shown:
         html = {"text/html": self.obj._repr_html_()} if hasattr(self.obj, "_repr_html_") else {}
         return html | {"text/plain": repr(self.obj)}
 
-# %% ../../nbs/train/90_watch.ipynb #75902eae
+# %% ../../nbs/train/90_watch.ipynb #23030008
 @patch
 def follow(self:Run,
     every:float=2.,        # seconds between two looks
@@ -169,10 +169,10 @@ def follow(self:Run,
         while True:
             status = self.status; over = status not in ("starting", "running")
             self._show(board, status)
-            if over or time.time() > drawn and seen != self.last_time:
-                t0 = time.time(); seen = self.last_time
+            if over or time.monotonic() > drawn and seen != self.last_time:
+                t0 = time.monotonic(); seen = self.last_time
                 for name,fig in self.live_plots().items(): board.put(name, fig)
-                drawn = time.time()+max(plots_every, 10*(time.time()-t0))
+                drawn = time.monotonic()+max(plots_every, 10*(time.monotonic()-t0))
             if over: return status
             time.sleep(every)
     except KeyboardInterrupt:
