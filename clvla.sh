@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets clvla up on a fresh Linux machine and runs it.
-#   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/mir.ipynb -p algo mir
+#   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/page.ipynb -p algo mir
 #   ./clvla.sh test [pytest options]     all tests and every notebook of the library
 #   ./clvla.sh lab                       JupyterLab on nbs/
 #   ./clvla.sh setup                     only make the environment

@@ -3,7 +3,9 @@
     python tests/chaos.py --kills 100 --parallel 2 --out chaos.json
 
 Each run gets one SIGKILL at a random moment: of the training process, or of one of the processes that it started
-(simulators, or makers of demonstrations). It is started again until it has finished. Then its fingerprint (weights,
+(simulators, or makers of demonstrations). For half of the runs the moment is uniform over the whole time, most of which
+such a short run spends with imports; for the other half, over the time after its first checkpoint. A kill that came too
+late, after the end, is repeated earlier. The run is started again until it has finished. Then its fingerprint (weights,
 optimizer, generators, algorithm state, every log line, every episode) is compared with the undisturbed run of the same
 algorithm, and the machine is searched for what was left behind. The exit code is 0 when nothing differs.
 """
@@ -24,8 +26,8 @@ from clvla.train.config import RunConfig, resolve
 from clvla.train.job import fingerprint
 from clvla.train.run import RunFolder
 
-SMALL = dict(suite=dict(base="mw5", num_tasks=2), n_demos=2, steps_per_task=6, n_trials=1, rows_per_task=1, warmup=1, batch_size=8,
-             save_every=2, n_workers=2, image_size=32)
+SMALL = dict(suite=dict(base="mw5", num_tasks=2), n_demos=2, steps_per_task=30, n_trials=3, rows_per_task=1, warmup=1, batch_size=8,
+             save_every=5, n_workers=2, image_size=32)
 ALGOS = {"er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": {}}
 MARK = "CLVLA_CHAOS_RUN"
 
@@ -59,17 +61,26 @@ def left_behind(cfg, name, shm):
     return [f"process {p}" for p in alive] + hidden + temporary + sorted({p.name for p in Path("/dev/shm").iterdir()}-shm)
 
 
-def kill_one(cfg, algo, victim, after, name, rng, limit=300):
+def role(pid):
+    "What a process of a run does, by its command line."
+    try: line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError: return "worker"  # it has just ended
+    return "demonstration maker" if b"demo_worker" in line else "simulator" if b"pool" in line else "worker"
+
+
+def kill_one(cfg, algo, victim, clock, after, name, rng, limit=300):
     "Run, kill once `after` seconds, run again until it is done; one row of the table."
     shm, t0 = {p.name for p in Path("/dev/shm").iterdir()}, time.monotonic()
     RunFolder(cfg.run_dir).begin(cfg)
-    p, killed, starts = begin(cfg, name), None, 1
+    p, killed, starts, since = begin(cfg, name), None, 1, t0 if clock == "start" else None
     while not RunFolder(cfg.run_dir).done:
         if time.monotonic()-t0 > limit: raise RuntimeError(f"{name} did not finish within {limit} s; see {cfg.run_dir}/console.txt")
-        if killed is None and time.monotonic()-t0 >= after:
+        if since is None and (Path(cfg.run_dir)/"checkpoints/LATEST").exists(): since = time.monotonic()
+        if killed is None and since is not None and time.monotonic()-since >= after:
             others = [q for q in marked(name) if q != p.pid]
             target = p.pid if victim == "trainer" or not others else rng.choice(others)
-            try: os.kill(target, signal.SIGKILL); killed = "trainer" if target == p.pid else "worker"
+            what = "trainer" if target == p.pid else role(target)
+            try: os.kill(target, signal.SIGKILL); killed = what
             except ProcessLookupError: continue  # it ended by itself in this moment
         code = p.poll()
         if code is not None and not RunFolder(cfg.run_dir).done:
@@ -79,7 +90,8 @@ def kill_one(cfg, algo, victim, after, name, rng, limit=300):
     p.wait()
     last = (Path(cfg.run_dir)/"console.txt").read_text()
     point = next((l.split()[-1] for l in last.splitlines() if l.startswith("continued after")), "")
-    return dict(name=name, algo=algo, victim=killed or "none", after=round(after, 2), starts=starts, continued_from=point,
+    again = sum(r["restarts"] for r in RunFolder(cfg.run_dir).episodes())
+    return dict(name=name, algo=algo, victim=killed or "none", clock=clock, after=round(after, 2), starts=starts, episodes_again=again, continued_from=point,
                 hash=fingerprint(cfg.run_dir), left=left_behind(cfg, name, shm), seconds=round(time.monotonic()-t0, 1))
 
 
@@ -91,20 +103,25 @@ def chaos(folder, kills, seed=0, parallel=1, say=print):
     for name, algo in [("first", "er"), *((f"reference-{a}", a) for a in ALGOS)]:  # the first one makes the demonstrations
         cfg, t0 = make(name, algo, "data"), time.monotonic()
         RunFolder(cfg.run_dir).begin(cfg)
-        if begin(cfg, cfg.run_dir).wait(): raise RuntimeError(f"the undisturbed run failed; see {cfg.run_dir}/console.txt")
-        references[algo], took[algo] = fingerprint(cfg.run_dir), time.monotonic()-t0
-        say(f"{name}, {algo}: undisturbed {references[algo][:12]}, {took[algo]:.1f} s")
+        p, first = begin(cfg, cfg.run_dir), None
+        while p.poll() is None:
+            if first is None and (Path(cfg.run_dir)/"checkpoints/LATEST").exists(): first = time.monotonic()
+            time.sleep(.01)
+        if p.returncode: raise RuntimeError(f"the undisturbed run failed; see {cfg.run_dir}/console.txt")
+        references[algo], took[algo] = fingerprint(cfg.run_dir), dict(start=time.monotonic()-t0, checkpoint=time.monotonic()-first)
+        say(f"{name}, {algo}: undisturbed {references[algo][:12]}, {took[algo]['start']:.1f} s, {took[algo]['checkpoint']:.1f} s after the first checkpoint")
 
     def one(k):
         algo, r = list(ALGOS)[k%len(ALGOS)], random.Random(f"{seed}-{k}")
-        fresh, victim, share = k%5 == 4, r.choice(["trainer", "trainer", "worker"]), r.uniform(.1, .95)
+        fresh, victim, share = k%5 == 4, r.choice(["trainer", "trainer", "worker"]), r.uniform(.05, .95)
+        clock = "start" if k%2 else "checkpoint"
         for again in range(8):  # a run that was over before its kill does not count
             cfg = make(f"kill-{k:03d}-{again}", algo, f"data-{k:03d}-{again}" if fresh else "data")  # fresh: it may come while demonstrations are made
-            row = kill_one(cfg, algo, victim, share*.8**again*took[algo], f"{folder.name}-{k:03d}-{again}", r)
+            row = kill_one(cfg, algo, victim, clock, share*.8**again*took[algo][clock], f"{folder.name}-{k:03d}-{again}", r)
             if row["victim"] != "none": break
         row["same"] = row["hash"] == references[algo]
-        say("  ".join(f"{row[c]!s:<24}" if c == "continued_from" else f"{row[c]!s:<8}" for c in ("name", "algo", "victim", "after", "starts",
-            "continued_from", "same", "seconds")) + ("" if not row["left"] else f"  left: {row['left']}"))
+        say("  ".join(f"{row[c]!s:<24}" if c == "continued_from" else f"{row[c]!s:<8}" for c in ("name", "algo", "victim", "clock", "after",
+            "starts", "continued_from", "episodes_again", "same", "seconds")) + ("" if not row["left"] else f"  left: {row['left']}"))
         return row
     with ThreadPoolExecutor(parallel) as pool: return references, list(pool.map(one, range(kills)))
 

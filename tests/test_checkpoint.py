@@ -439,7 +439,7 @@ def test_pruning(tmp_path):
     (tmp_path/"mine").mkdir()
     assert len(prune(tmp_path, 100)) == 0
     gone = prune(tmp_path, 3); assert len(gone) == 7 and not hidden(tmp_path)
-    assert [p.name for p in checkpoints(tmp_path)] == ["000-a", "001-a", "002+000020-a", "002+000030-a", "002-a", "mine"]
+    assert [p.name for p in checkpoints(tmp_path)] == ["mine", "000-a", "001-a", "002+000020-a", "002+000030-a", "002-a"]
     assert len(prune(tmp_path, 1)) == 2 and len(checkpoints(tmp_path, ends=True)) == 4 and prune(tmp_path, 1) == []
     with pytest.raises(ValueError, match="keep must be at least 1"): prune(tmp_path, 0)
 

@@ -177,7 +177,7 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
         "weights.safetensors", "policy.json", "state.safetensors", "generators-0.safetensors", "config.json", "processor.json", "stream.json",
         "dataset_statistics.json", "position.json", "episodes.json", "matrix.json", "versions.json", "manifest.json"}
     state = load_state(last/"state.safetensors")
-    assert set(state) == {"t", "at", "skipped", "noise", "algo", "opt", "scaler"} and set(state["algo"]) >= {"F", "anchor"}
+    assert set(state) == {"t", "at", "skipped", "noise", "algo", "opt", "scaler", "overflows"} and set(state["algo"]) >= {"F", "anchor"}
     assert (run.path/"checkpoints/LATEST").read_text().strip() == '"001-window-close"'
 
 
@@ -230,18 +230,21 @@ def test_a_signal_while_demonstrations_are_made(tmp_path):
     assert p.wait(60) == EXIT_STOPPED and time.monotonic()-t0 < 10 and RunFolder(cfg.run_dir).status == "stopped"
 
 
-def test_stopped_in_this_process_is_an_interrupt(data, tmp_path, monkeypatch):
-    "In a notebook's kernel, the stop button ends a lesson's run in the same way."
+@pytest.mark.parametrize("step", [2, 4])
+def test_stopped_in_this_process_is_an_interrupt(data, tmp_path, undisturbed, monkeypatch, step):
+    "In a notebook's kernel, the stop button ends a lesson's run in the same way; also after a stage's last update."
     cfg = config(data, tmp_path/"run", algo="er", evaluate="none")
     real = job.Trainer.report
 
     def press(self, ctx, *a):
         real(self, ctx, *a)
-        if (ctx.t, ctx.step) == (1, 2): os.kill(os.getpid(), signal.SIGINT)
+        if (ctx.t, ctx.step) == (1, step): os.kill(os.getpid(), signal.SIGINT)
     with monkeypatch.context() as m:
         m.setattr(job.Trainer, "report", press)
         with pytest.raises(Stopped): train_cl(cfg, say=len)
     assert RunFolder(cfg.run_dir).status == "stopped" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert read_json(Path(cfg.run_dir)/"stopped.json")["step"] == step
+    assert fingerprint(train_cl(cfg, say=len).path) == undisturbed(algo="er", evaluate="none")
 
 
 @pytest.mark.parametrize("kw,skipped", [(dict(on_nan="stop"), 1), (dict(on_nan="skip", nan_limit=2), 2), (dict(on_nan="skip", nan_limit=1), 2)])
@@ -275,7 +278,7 @@ def test_a_number_that_is_none(data, tmp_path, monkeypatch, kw, skipped):
 def test_out_of_memory_names_the_setting(data, tmp_path, monkeypatch):
     def full(*a): raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(sys.modules["clvla.train.trainer"], "cl_step", full)
-    with pytest.raises(RuntimeError, match=r"8 samples at a time .* Raise accumulation \(now 1"):
+    with pytest.raises(RuntimeError, match=r"8 samples at a time .* raise accumulation \(now 1"):
         train_cl(config(data, tmp_path/"run", algo="er", evaluate="none"), say=len)
 
 

@@ -199,14 +199,14 @@ def reset(self:ZeroEngine):
     for s in self.raw.state.values():
         for x in s.values(): x.zero_()
 
-# %% ../../nbs/train/47_zero.ipynb #da745727
+# %% ../../nbs/train/47_zero.ipynb #e7312568
 @patch
 def make_room(self:ZeroEngine, params:dict, state:dict):
     "Zero moments in every piece, with the stored count of updates; ValueError when a piece would need two counts."
     for q in self.pieces if state else ():
         steps = sorted({float(s["step"]) for n,s in state.items() if self.piece[params[n]] is q}) or [0.]
         if len(steps) > 1: raise ValueError("ZeRO counts the updates of a group of parameters together, the stored "
-            f"optimizer has counts of {steps} in one group; continue with strategy='ddp'")
+            f"optimizer has counts of {steps} in one group; load it with the plain engine, strategy='ddp'")
         for k,v in next(iter(state.values())).items():
             self.raw.state[q].setdefault(k, torch.zeros_like(v if k == "step" else q))
         self.raw.state[q]["step"].fill_(steps[0])
