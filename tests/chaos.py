@@ -32,6 +32,14 @@ ALGOS = {"er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": {}}
 MARK = "CLVLA_CHAOS_RUN"
 
 
+def wait_for(condition, seconds=150):
+    "Wait until a run has come so far; AssertionError when it does not."
+    until = time.monotonic()+seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come so far"
+        time.sleep(.02)
+
+
 def marked(name):
     "Processes that carry the mark of a run in their environment, without those that are dead."
     found = []

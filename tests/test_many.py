@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from chaos import wait_for
 from clvla.core import read_json
 from clvla.train.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
@@ -150,10 +151,3 @@ def ranks(pid):
         rank = next((e[5:] for e in env if e.startswith(b"RANK=")), None)
         if parent == pid and rank is not None: found[int(rank)] = int(p.name)
     return [found[k] for k in sorted(found)]
-
-
-def wait_for(condition, seconds=150):
-    until = time.monotonic()+seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come so far"
-        time.sleep(.02)

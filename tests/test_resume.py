@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chaos import chaos
+from chaos import chaos, wait_for
 from clvla.batch import load_state
 from clvla.core import read_json
 from clvla.train.checkpoint import checkpoints
@@ -185,13 +185,6 @@ def child(cfg, **env):
     RunFolder(cfg.run_dir).begin(cfg)
     return subprocess.Popen([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env=os.environ | env)
-
-
-def wait_for(condition, seconds=120):
-    until = time.monotonic()+seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come so far"
-        time.sleep(.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

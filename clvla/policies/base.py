@@ -251,7 +251,7 @@ def load_weights(
     if Path(path).is_dir() and (Path(path)/"policy.json").exists(): check_lora(policy, path)
     fill(stored_weights(policy), new, path)
 
-# %% ../../nbs/policies/20_base.ipynb #4a3d1f6a
+# %% ../../nbs/policies/20_base.ipynb #84bd92e2
 def save_base(
     policy:Policy, # with adapters
     path,          # safetensors file, as in RUN_DIR/base.safetensors
@@ -263,15 +263,15 @@ def save_base(
     path,own = Path(path).resolve(),stored_weights(policy, frozen=True)
     if sha256 and path.is_file() and file_sha256(path) != sha256:
         away = path.with_suffix(".damaged"); os.replace(path, away)
-        say(f"{path} is not the file that the checkpoint names (its SHA-256 differs); it was moved to {away.name}, and the "
-            "frozen weights are made again from the settings")
+        say(f"{path} is not the file that the checkpoint names (its SHA-256 differs); it was moved to {away.name}, "
+            "and the frozen weights are made again from the settings")
     if path.exists():
         old = read_weights(path)
         if old.keys() != own.keys() or any(not torch.equal(old[k], v.cpu()) for k,v in own.items()):
             raise ValueError(f"{path} holds other frozen weights than this policy; did seed, init_from or the version "
                              "of torch change? Take them back, or start in a new folder")
     else: write_weights(own, path)
-    if sha256 and file_sha256(path) != sha256: raise ValueError(f"the frozen weights that the settings make are not those "
+    if sha256 and file_sha256(path) != sha256: raise ValueError("the frozen weights that the settings make are not those "
         f"of the checkpoint ({path}); did seed, init_from or the version of torch change? Take them back")
     policy.lora["base"] = dict(path=str(path), sha256=file_sha256(path))
     return policy.lora["base"]["sha256"]

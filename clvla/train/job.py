@@ -29,7 +29,7 @@ from .run import Cost, RunFolder, append_jsonl, keep_records, versions
 from .stop import StopFlag, Stopped
 from .trainer import Trainer, make_accelerator
 
-# %% ../../nbs/train/56_job.ipynb #07974b51
+# %% ../../nbs/train/56_job.ipynb #39e4a42c
 class Job:
     "The parts of one run: folder, stream, data, policy, algorithm, trainer."
     def __init__(self,
@@ -63,25 +63,23 @@ class Job:
         if self.trainer: self.trainer.engine.close()
         if self.world > 1: torch.distributed.destroy_process_group()
 
-    def check_stop(self):
-        "`Stopped` in all processes when one of them was asked to stop."
-        if self.agree(self.stop.requested)[0]: raise Stopped("asked to stop")
+    def check_stop(self, done=False)->bool:
+        "`Stopped` in all processes when one of them was asked to stop; else whether one of them is `done`."
+        stop,done = self.agree(self.stop.requested, done)
+        if stop: raise Stopped("asked to stop")
+        return done
 
-# %% ../../nbs/train/56_job.ipynb #53d19b16
+# %% ../../nbs/train/56_job.ipynb #63820eee
 @patch
 def stores(self:Job)->dict:
     "Frame stores of all tasks; of several processes the first one makes what is missing, and the others keep in touch."
-    t0,heard = time.monotonic(),time.monotonic()
-    def ask(done=False):
+    t0 = heard = time.monotonic()
+    def now_and_then():
         nonlocal heard
-        if not done and self.world > 1 and time.monotonic()-heard < 2: return
-        heard = time.monotonic(); stop,done = self.agree(self.stop.requested, done)
-        if stop: raise Stopped("asked to stop")
-        return done
-    if self.rank == 0: found = prepare(self.stream, self.cfg, self.say, on_wait=ask); ask(done=True)
+        if self.world == 1 or time.monotonic()-heard > 2: self.check_stop(); heard = time.monotonic()
+    if self.rank == 0: found = prepare(self.stream, self.cfg, self.say, on_wait=now_and_then); self.check_stop(done=True)
     else:
-        heard = -1e9
-        while not ask(): heard = -1e9
+        while not self.check_stop(): pass  # each call waits for the first process
         found = prepare(self.stream, self.cfg, self.say)
     self.spent("demonstrations", time.monotonic()-t0)
     return found
@@ -187,14 +185,13 @@ def other_versions(job:Job):
     if changed := [f"{k} {then.get(k)} -> {v}" for k,v in now.items() if then.get(k) != v]:
         job.say(f"since this run began, these have changed: {', '.join(changed)}; results may differ in rounding")
 
-# %% ../../nbs/train/56_job.ipynb #6fc3df14
+# %% ../../nbs/train/56_job.ipynb #71c53712
 @patch
 def between(self:Job):
     "End here if asked to; save if it is time."
     cfg,step = self.cfg,self.trainer.ctx.step
     late = cfg.save_minutes and time.monotonic()-self.saved > 60*cfg.save_minutes
-    stop,due = self.agree(self.stop.requested, self.rank == 0 and late)
-    if stop: raise Stopped("asked to stop")
+    due = self.check_stop(self.rank == 0 and late)
     due = due or cfg.save_every and step and step%cfg.save_every == 0
     if not due or self.at == (self.trainer.t, step) or step == self.trainer.n_steps: return
     try: save(self)
