@@ -154,7 +154,7 @@ def resolve(
     return replace(cfg, run_dir=str(Path(cfg.run_dir or f"runs/{name}").expanduser().resolve()),
                    data_dir=str(Path(data).expanduser().resolve()), n_workers=cfg.n_workers or os.cpu_count() or 1)
 
-# %% ../../nbs/train/50_config.ipynb #f588052e
+# %% ../../nbs/train/50_config.ipynb #fc2a4c83
 def differences(
     old:dict,     # stored config
     cfg:RunConfig # config of the run that wants the folder
@@ -164,7 +164,7 @@ def differences(
         raise ValueError(f"the stored config is a {type(old).__name__}, expected a dict of parameters; the folder's "
                          "config.json was not written by a run, so choose another run_dir")
     new,old = config_json(cfg),config_json(RunConfig()) | old
-    count = lambda d: max(1, len(d["machines"].split(",")))  # their names may change, not how many there are
+    count = lambda d: max(1, sum(bool(h.strip()) for h in d["machines"].split(",")))  # their names may change, not how many there are
     new,old = new | dict(n_machines=count(new)),old | dict(n_machines=count(old))
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(old.keys()|new.keys())
             if k not in FREE and old.get(k) != new.get(k)]

@@ -207,7 +207,7 @@ def halt(job:Job):
     job.say(f"stopped and saved at update {where['step']} of stage {where['stage']}; "
             "the same command goes on from there")
 
-# %% ../../nbs/train/56_job.ipynb #d80c4333
+# %% ../../nbs/train/56_job.ipynb #de6a6737
 POOL_SEED = 0  # of the initial states; runs are compared on equal ones
 
 @patch
@@ -230,7 +230,7 @@ def try_tasks(self:Job,
     "Evaluate on some tasks, spread over the processes, and record every episode as it ends."
     cfg,run,t0,pool = self.cfg,self.run,time.monotonic(),self.pool_for()
     here = lambda: [r for r in run.episodes(lambda line: None) if (r["stage"], r["step"]) == (t, step)]
-    info,old,got = dict(stage=t, after=name, step=step),here(),here()
+    info,old = dict(stage=t, after=name, step=step),here(); got = list(old)
     def note(r):
         run.episode(r); got.append(r)
         if self.rank == 0: emit(phase="evaluation", task=f"after {name}", done=min(len(got)*self.world, total),
