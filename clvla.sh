@@ -5,7 +5,8 @@
 #   ./clvla.sh lab                       JupyterLab on nbs/
 #   ./clvla.sh setup                     only make the environment
 # It makes a virtual environment in .venv (or $CLVLA_ENV) and, where they are missing and this user may, installs the
-# system packages libosmesa6 and libegl1 (software rendering). Nothing else on the machine is touched.
+# system packages libosmesa6, libegl1, libgl1, libglib2.0-0 (software rendering), g++ and make (two packages that LIBERO's
+# simulator needs are compiled). Nothing else on the machine is touched.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 ENV_DIR=${CLVLA_ENV:-.venv}
@@ -23,12 +24,19 @@ find_python() {
 }
 
 system_packages() {
-  ldconfig -p | grep -q libOSMesa && ldconfig -p | grep -q libEGL && return
-  local sudo=""
+  local libs sudo="" missing=()
+  libs=$(ldconfig -p)
+  case $libs in *libOSMesa*) ;; *) missing+=(libosmesa6) ;; esac
+  case $libs in *libEGL.so*) ;; *) missing+=(libegl1) ;; esac
+  case $libs in *libGL.so.1*) ;; *) missing+=(libgl1) ;; esac
+  case $libs in *libgthread-2.0*) ;; *) missing+=(libglib2.0-0) ;; esac
+  command -v c++ >/dev/null || missing+=(g++)
+  command -v make >/dev/null || missing+=(make)
+  if [ ${#missing[@]} = 0 ]; then return; fi
   [ "$(id -u)" = 0 ] || sudo="sudo -n"
-  say "installing the system packages libosmesa6 and libegl1 (software rendering)"
-  if ! { $sudo apt-get update -qq && $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libosmesa6 libegl1; } >&2; then
-    say "could not install them. Ask an administrator for: apt-get install libosmesa6 libegl1 (Fedora: mesa-libOSMesa mesa-libEGL)"
+  say "installing the system packages ${missing[*]}"
+  if ! { $sudo apt-get update -qq && $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}"; } >&2; then
+    say "could not install them. Ask an administrator for: apt-get install ${missing[*]} (Fedora: mesa-libOSMesa mesa-libEGL mesa-libGL glib2 gcc-c++ make)"
     exit 1
   fi
 }
@@ -40,8 +48,10 @@ setup() {
   local py; py=$(find_python)
   say "making the environment $ENV_DIR with $($py --version) at $py (a few minutes, about 6 GB with torch)"
   "$py" -m venv "$ENV_DIR"
-  "$ENV_DIR/bin/python" -m pip install -q --upgrade pip "setuptools<82" wheel
-  "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,lerobot,peft,deepspeed,dev]'
+  "$ENV_DIR/bin/python" -m pip install -q --upgrade pip "setuptools<82" wheel "cmake<4.2"
+  # egl_probe, which LIBERO's package asks for, is compiled with cmake and written for an old one
+  CMAKE_POLICY_VERSION_MINIMUM=3.5 PATH=$(cd "$ENV_DIR/bin" && pwd):$PATH \
+    "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,libero,lerobot,peft,deepspeed,dev]'
   echo "$want" > "$ENV_DIR/.clvla"
 }
 

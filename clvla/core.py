@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IMAGE', 'IMAGES', 'STATE', 'ACTION', 'PAD', 'PROMPT', 'TASK_ID', 'INDEX', 'closest', 'Registry', 'require', 'seed_of',
            'np_rng', 'reason', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
-           'clean_temporary', 'sha256', 'config_json', 'config_from']
+           'clean_temporary', 'sha256', 'config_json', 'config_from', 'entries']
 
 # %% ../nbs/00_core.ipynb #9b5d93f8
 import difflib, errno, hashlib, importlib.util, json, os, platform, re, secrets, shutil, time
@@ -171,3 +171,23 @@ def config_from(
         if k not in d and f.default is MISSING and f.default_factory is MISSING:
             raise ValueError(f"parameter {k!r} is missing")
     return cls(**d)
+
+# %% ../nbs/00_core.ipynb #c43e3b45
+def entries(
+    d,           # from a file
+    known:dict,  # name -> type of its value, or a tuple of types
+    at:str,      # what `d` is, for the message
+    todo:str="take the file as it was written", # end of the message
+    optional=()  # names that may be missing
+)->dict:         # `d`
+    "ValueError unless `d` is a dict of the known entries, each of its type."
+    if not isinstance(d, dict):
+        raise ValueError(f"{at} is of type {type(d).__name__}, expected a dict of {', '.join(known)}; {todo}")
+    for k in d:
+        if k not in known: raise ValueError(f"{at} has no entry {k!r}{closest(k, known)}; {todo}")
+    for k,t in known.items():
+        if k not in d and k not in optional: raise ValueError(f"{at} needs {k!r}, found {sorted(d)}; {todo}")
+        t = t if isinstance(t, tuple) else (t,)
+        if k in d and type(d[k]) not in t:
+            raise ValueError(f"{at}: {k!r} is {d[k]!r}, expected {' or '.join(x.__name__ for x in t)}; {todo}")
+    return d

@@ -7,7 +7,8 @@ Each run gets one SIGKILL at a random moment: of the training process, or of one
 such a short run spends with imports; for the other half, over the time after its first checkpoint. A kill that came too
 late, after the end, is repeated earlier. The run is started again until it has finished. Then its fingerprint (weights,
 optimizer, generators, algorithm state, every log line, every episode) is compared with the undisturbed run of the same
-algorithm, and the machine is searched for what was left behind. The exit code is 0 when nothing differs.
+algorithm, and the machine is searched for processes and temporary files that were left behind. The exit code is 0 when
+nothing differs.
 """
 import argparse
 import json
@@ -19,7 +20,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from clvla.train.config import RunConfig, resolve
@@ -40,16 +40,22 @@ def wait_for(condition, seconds=150):
         time.sleep(.02)
 
 
+def alive(pid):
+    "Whether a process is there and not dead."
+    try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError: return False
+
+
+def environment(pid):
+    "What a process has in its environment, as bytes; empty when it has just ended."
+    try: return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError: return []
+
+
 def marked(name):
-    "Processes that carry the mark of a run in their environment, without those that are dead."
-    found = []
-    for p in Path("/proc").iterdir():
-        if not p.name.isdigit() or int(p.name) == os.getpid(): continue
-        try:
-            if f"{MARK}={name}".encode() in (p/"environ").read_bytes().split(b"\0"):
-                if (p/"stat").read_text().rsplit(")", 1)[1].split()[0] != "Z": found.append(int(p.name))
-        except OSError: continue  # it has just ended
-    return found
+    "Processes that carry the mark of a run in their environment, orphans too, without those that are dead."
+    pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+    return [p for p in pids if p != os.getpid() and f"{MARK}={name}".encode() in environment(p) and alive(p)]
 
 
 def begin(cfg, name):
@@ -60,13 +66,13 @@ def begin(cfg, name):
                                 start_new_session=True, env=os.environ | {MARK: name, "OMP_NUM_THREADS": "1"})
 
 
-def left_behind(cfg, name, shm):
-    "What a finished run must not leave: processes, shared memory, temporary files."
+def left_behind(cfg, name):
+    "What a finished run must not leave: processes and temporary files."
     until = time.monotonic()+10
-    while (alive := marked(name)) and time.monotonic() < until: time.sleep(.1)
+    while (left := marked(name)) and time.monotonic() < until: time.sleep(.1)
     hidden = [str(p.relative_to(cfg.run_dir)) for p in Path(cfg.run_dir).rglob(".*")]
     temporary = [p.name for p in Path(cfg.data_dir).rglob("*") if p.name.endswith((".writing", ".old", ".tmp"))]
-    return [f"process {p}" for p in alive] + hidden + temporary + sorted({p.name for p in Path("/dev/shm").iterdir()}-shm)
+    return [f"process {p}" for p in left] + hidden + temporary
 
 
 def role(pid):
@@ -78,7 +84,7 @@ def role(pid):
 
 def kill_one(cfg, algo, victim, clock, after, name, rng, limit=300):
     "Run, kill once `after` seconds, run again until it is done; one row of the table."
-    shm, t0 = {p.name for p in Path("/dev/shm").iterdir()}, time.monotonic()
+    t0 = time.monotonic()
     RunFolder(cfg.run_dir).begin(cfg)
     p, killed, starts, since = begin(cfg, name), None, 1, t0 if clock == "start" else None
     while not RunFolder(cfg.run_dir).done:
@@ -100,7 +106,7 @@ def kill_one(cfg, algo, victim, clock, after, name, rng, limit=300):
     point = next((l.split()[-1] for l in last.splitlines() if l.startswith("continued after")), "")
     again = sum(r["restarts"] for r in RunFolder(cfg.run_dir).episodes())
     return dict(name=name, algo=algo, victim=killed or "none", clock=clock, after=round(after, 2), starts=starts, episodes_again=again, continued_from=point,
-                hash=fingerprint(cfg.run_dir), left=left_behind(cfg, name, shm), seconds=round(time.monotonic()-t0, 1))
+                hash=fingerprint(cfg.run_dir), left=left_behind(cfg, name), seconds=round(time.monotonic()-t0, 1))
 
 
 def chaos(folder, kills, seed=0, parallel=1, say=print):

@@ -1,24 +1,24 @@
 "A dot in the plane that has to reach the origin: an environment without a simulator, for worker processes. `die` kills its worker once."
-import os
+import os, time
 from pathlib import Path
 import numpy as np
 from clvla.core import np_rng
 from clvla.envs.base import Env, envs
 
 class DotEnv(Env):
-    kind,state_dim,action_dim = "dot",2,2
-    def __init__(self, spec, image_size=8, seed=0): super().__init__(spec, image_size, seed); self.die = spec.get("die")
+    kind,state_dim,action_dim,views = "dot",2,2,("front", "wrist")
+    def __init__(self, spec, image_size=8, seed=0): super().__init__(spec, image_size, seed); self.die,self.slow = spec.get("die"),spec.get("slow", 0.)
     def _begin(self, seed): self.x = np_rng(seed, "dot").uniform(-1, 1, 2).astype("f4")
     def _act(self, action):
         if self.die and self.trial == self.die["trial"] and self.t == self.die["t"] and not Path(self.die["flag"]).exists():
             Path(self.die["flag"]).touch(); os._exit(3)
-        self.x = np.clip(self.x+.2*action, -1, 1).astype("f4")
+        self.x = np.clip(self.x+.2*action, -1, 1).astype("f4"); time.sleep(self.slow)
         ok = bool(np.abs(self.x).max() < .1)
         return float(ok),ok
     @property
     def state(self): return self.x.copy()
-    def render(self, out=None):
-        img = np.full((self.image_size, self.image_size, 3), 127+int(100*self.x[0]), "u1")
+    def render(self, out=None, camera="front"):
+        img = np.full((self.image_size, self.image_size, 3), 127+int(100*self.x[("front", "wrist").index(camera)]), "u1")
         if out is None: return img
         out[:] = img
         return out

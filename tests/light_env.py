@@ -6,10 +6,12 @@ from clvla.envs.base import Env, envs
 
 class LightEnv(Env):
     """A point that adds up its actions. `fault` in the spec is one of start, begin, raise, sleep, render, segv, exit, noise;
-    `at` is the step at which it happens, `once` a file that is made by the first fault and prevents the next."""
-    kind,state_dim,action_dim = "light",3,2
+    `at` is the step at which it happens, `once` a file that is made by the first fault and prevents the next. `open` is the
+    time it takes to build it, seconds."""
+    kind,state_dim,action_dim,views = "light",3,2,("front", "wrist")
     def __init__(self, spec, image_size=8, seed=0):
-        super().__init__(spec, image_size, seed)
+        super().__init__(spec, image_size, seed); self.state_dim = spec.get("state_dim", 3)
+        if spec.get("open"): time.sleep(spec["open"])
         self.fault,self.at,self.once = spec.get("fault"),spec.get("at", 0),spec.get("once")
         if self.fault == "start": raise ValueError("this environment cannot be built")
         if self.fault in ("start-segv", "start-hang", "start-type"): self.do(self.fault.removeprefix("start-"))
@@ -22,6 +24,7 @@ class LightEnv(Env):
         if fault == "segv": print("the last thing I did", flush=True); ctypes.string_at(0)
         if fault == "exit": sys.exit(7)
         if fault in ("sleep", "hang", "render"): time.sleep(60)
+        if fault == "draw": os._exit(9)
         if fault == "noise": os.write(2, b"WARNING: a loud simulator\n"*20_000)
     def _begin(self, seed): self.x = np.random.default_rng(seed).normal(size=3)
     def _act(self, a):
@@ -29,10 +32,10 @@ class LightEnv(Env):
         self.x = self.x+np.array([a[0], a[1], .01])
         return float(a[0]),bool(self.x[0] > 3)
     @property
-    def state(self): return self.x.astype(np.float32)
-    def render(self, out=None):
-        if self.fault == "render" and self.t > self.at: self.do("render")
-        im = np.full((self.image_size,)*2+(3,), int(abs(self.x[0])*50)%256, np.uint8)
+    def state(self): return np.resize(self.x, self.state_dim).astype(np.float32)
+    def render(self, out=None, camera="front"):
+        if self.fault in ("render", "draw") and self.t > self.at: self.do(self.fault)
+        im = np.full((self.image_size,)*2+(3,), int(abs(self.x[("front", "wrist").index(camera)])*50)%256, np.uint8)
         if out is None: return im
         out[:] = im
         return out

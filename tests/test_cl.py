@@ -118,12 +118,12 @@ def test_kept_samples_are_uniform():
 def test_references_and_values_give_the_same_batches():
     refs,values = filled(sampling="uniform"),filled(sampling="uniform", store="values")
     for _ in range(20):
-        a,b = refs.sample(9, STREAM.train),values.sample(9, None)
+        a,b = refs.fetch(refs.draw(9), STREAM.train),values.fetch(values.draw(9), None)
         assert torch.equal(a[STATE], b[STATE]) and a[TASK_ID] == b[TASK_ID]
 
 def test_processes_hold_one_memory_and_share_a_draw():
     bufs = [filled(seed=4) for _ in range(3)]
-    got = [list(zip(b[TASK_ID], b[INDEX].tolist())) for r,buf in enumerate(bufs) for b in [buf.sample(30, STREAM.train, range(r, 30, 3))]]
+    got = [list(zip(b[TASK_ID], b[INDEX].tolist())) for r,buf in enumerate(bufs) for b in [buf.fetch(buf.draw(30)[r::3], STREAM.train)]]
     assert len({x for g in got for x in g}) == 30 and len({str(b.state_dict()["rng"]) for b in bufs}) == 1
 
 def test_reservoir_keeps_each_item_with_the_same_probability():
@@ -142,7 +142,9 @@ def test_memory_state_gives_identical_next_100_batches(kw, tmp_path):
     a,b = filled(**kw),TaskBuffer(50, **kw, seed=9)
     for _ in range(7): a.draw(4)
     save_state(tmp_path/"s", a.state_dict()); b.load_state_dict(load_state(tmp_path/"s"))
-    for _ in range(100): assert torch.equal(a.sample(4, STREAM.train)[STATE], b.sample(4, STREAM.train)[STATE])
+    for _ in range(100):
+        x,y = a.fetch(a.draw(4), STREAM.train),b.fetch(b.draw(4), STREAM.train)
+        assert torch.equal(x[STATE], y[STATE]) and x[TASK_ID] == y[TASK_ID] and torch.equal(x[INDEX], y[INDEX])
 
 RESUMED = {"er": {}, "mir": dict(refresh=7), "mir cache": dict(refresh=7, between="cache"), "ewc": dict(n_batches=1), "ewc online": dict(mode="online", n_batches=1),
            "sequential": {}, "joint": {}, "cumulative": {}}

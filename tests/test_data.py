@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import torch
 from clvla.core import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID, read_json, write_json
-from clvla.data.demos import FIRST_TRIAL, make_demos, record
+from clvla.data.demos import FIRST_TRIAL, make_demos, noise_of, recipe, record, record_one
 from clvla.data.frames import FrameStore, check_episode, check_files, chunk_index, reuse_store, write_store
 from clvla.data.lerobot import (camera_map, decode_image, encode_png, episode_list, features, fingerprint,
                                 import_lerobot, import_task,
                                 lerobot_ready, read_lerobot, write_lerobot)
+from clvla.data.libero_tasks import SUITE_OF, libero_id, libero_prompt
 from clvla.data.loader import TaskData, TaskLoader
 from clvla.data.stats import (Processor, array_stats, check_stats, compute_stats, modes, read_stats, recompute_stats,
                               write_stats)
@@ -47,7 +48,8 @@ def test_registered_streams(name):
     s = make_stream(name)
     assert len(s.stages) == len(s) == len(s.tasks)*s.cycles
     assert [g.t for g in s.stages] == list(range(len(s)))
-    assert all(s[g.task.id] is g.task and g.task.env["max_steps"] >= 150 and g.task.prompt == MT50[g.task.id][1]
+    said = {k: text for k,(_,text) in MT50.items()} | {libero_id(o): libero_prompt(o) for o in SUITE_OF}
+    assert all(s[g.task.id] is g.task and g.task.env["max_steps"] >= 150 and g.task.prompt == said[g.task.id]
                for g in s.stages)
     assert stream_from(json.loads(json.dumps(stream_json(s)))) == s
 
@@ -357,12 +359,12 @@ def test_picture_files():
 
 class Line:
     "A point on a line with an expert that reaches the goal in every second trial."
-    task_id,prompt,max_steps = "line","Go right",30
+    task_id,prompt,max_steps,cameras = "line","Go right",30,("front",)
     def __init__(self, spec=None, image_size=8, seed=0): self.h,self.trials = image_size,[]
     def reset(self, trial): self.x,self.lazy = 0.,trial%2; self.trials.append(trial)
     def expert(self): return np.array([0. if self.lazy else 2., 0, 0, .5])
     def step(self, a): self.x += .1*float(np.clip(a[0], -1, 1)); return 0.,self.x > .8,False,False
-    def render(self): return np.full((self.h,self.h,3), int(100*abs(self.x))%255, np.uint8)
+    def render(self, out=None, camera="front"): return np.full((self.h,self.h,3), int((100 if camera == "front" else 50)*abs(self.x))%255, np.uint8)
     def close(self): pass
     state = property(lambda self: np.array([self.x,0.]))
 
@@ -372,6 +374,17 @@ def test_record_keeps_successes_and_clean_actions():
     assert all((e[ACTION] == [1,0,0,.5]).all() and (e[STATE][:-5,0] <= .9).all() for e in eps)
     assert all((a[STATE][:9] != b[STATE][:9]).any() for a,b in zip(eps, noisy))
     with pytest.raises(ValueError, match="at least 1"): record(env, 0, seed=0)
+
+def test_every_camera_is_stored_and_every_axis_has_its_noise():
+    env,wrist = Line(),f"{IMAGE[:-5]}wrist"; env.cameras = ("front","wrist"); done = []
+    step = env.step; env.step = lambda a: (done.append(np.array(a)), step(a))[1]
+    ep = record_one(env, FIRST_TRIAL, np.random.default_rng(0), (.1,.1,.1,.03), 2)
+    assert list(ep) == [IMAGE, wrist, STATE, ACTION, PROMPT] and (ep[IMAGE][5] != ep[wrist][5]).any() and ep[wrist].shape == ep[IMAGE].shape
+    eps = np.stack(done)-ep[ACTION]; want = np.random.default_rng(0).normal(0, 1, eps.shape)*[.1,.1,.1,.03]
+    assert np.allclose(eps, want, atol=1e-6) and (ep[ACTION] == [1,0,0,.5]).all()
+    plain = record_one(Line(), FIRST_TRIAL, np.random.default_rng(0), .15, 2)   # one number: the first three axes, as ever
+    assert list(plain) == [IMAGE, STATE, ACTION, PROMPT] and noise_of(.15, 4).tolist() == [.15,.15,.15,0] and noise_of(.15, 2).tolist() == [.15,.15]
+    with pytest.raises(ValueError, match="noise has 5 numbers, an action 4"): record_one(Line(), FIRST_TRIAL, np.random.default_rng(0), (.1,)*5)
 
 TASK = Task("line", "line", "Go right", dict(kind="line", name="line"))
 
@@ -389,6 +402,8 @@ def test_demos_are_made_once(tmp_path, capsys):
     f = tmp_path/"line/lerobot/meta/stats.json"; f.write_text("{}")
     with pytest.raises(ValueError, match="stats.json changed after the recording"): make()
     with pytest.raises(ValueError, match="no environment"): make_demos(Task("x", "x", "x"), factory, tmp_path/"x", 1, 0)
+    with pytest.raises(ValueError, match="takes no .'nosie'."): make(nosie=.1)
+    assert recipe("line") == recipe("metaworld") == dict(noise=.15, tail=4, fps=10) and recipe("libero")["noise"][5] == .03
 
 def test_metaworld_demonstrations(tmp_path):
     from clvla.envs.base import make_env
@@ -401,7 +416,7 @@ def test_metaworld_demonstrations(tmp_path):
 # layers
 
 def test_importing_data_is_light():
-    mods = "streams frames stats loader lerobot demos".split()
+    mods = "streams frames stats loader lerobot demos layouts libero_tasks libero_data".split()
     heavy = ("lerobot","datasets","metaworld","mujoco","av","transformers","pandas")
     code = "import sys\n" + "".join(f"import clvla.data.{m}\n" for m in mods)
     code += f"print([m for m in {heavy} if m in sys.modules])"

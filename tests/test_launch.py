@@ -1,20 +1,21 @@
 "Runs as processes: one writer, an honest status, signals that reach everyone, and nothing left behind."
 import json
 import os
+import platform
 import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from chaos import alive, wait_for
 from clvla.core import write_json
 from clvla.train.config import RunConfig, resolve
-from clvla.train.launch import RunStopped, commands, explain, launch, start
+from clvla.train.launch import commands, explain, launch, start
 from clvla.train.run import RunFolder, descendants
 from clvla.train.watch import Run
 
@@ -35,17 +36,6 @@ def begun(path, do=None, **kw):
     run.begin(cfg)
     (run.path/"do.json").write_text(json.dumps(do or {}))
     return run
-
-
-def wait_for(condition, seconds=60):
-    until = time.time()+seconds
-    while not condition() and time.time() < until: time.sleep(.05)
-    assert condition()
-
-
-def alive(pid):
-    try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError: return False
 
 
 def pids(run, world):
@@ -130,8 +120,10 @@ def test_episodes_of_many_processes(tmp_path):
     try:
         with pytest.raises(KeyboardInterrupt): run.merge_episodes()
     finally: Path.unlink = unlink
-    (run.path/".config.json.leftover").write_text("")
+    left = run.path/f".config.json.{2**22+1}@{platform.node()}.00000000.tmp"  # of a process that cannot be: the numbers end before
+    left.mkdir()
     with run.lock(): run.clean()
+    assert not left.exists()
     run.merge_episodes()
     assert [r["trial"] for r in run.episodes()] == [0, 1, 2, 3] and run.episodes()[0]["success"]
     assert [p.name for p in run.path.glob("episodes*")] == ["episodes.jsonl"]

@@ -88,7 +88,7 @@ def test_a_new_adapter_changes_nothing_and_its_gradient_reaches_every_trained_le
     train(p, 1)                       # B is zero before the first step, so that A has no gradient yet
     p.zero_grad(); p(b, generator=torch_rng(0, "leaf"))[0].backward()
     dead = [k for k,q in p.named_parameters() if q.requires_grad and (q.grad is None or not q.grad.any())]
-    assert dead == [] and all(q.grad is None for q in p.parameters() if not q.requires_grad)
+    assert dead == []
 
 def test_bf16_autocast_is_finite():
     p = add_lora(small(), 2)
@@ -179,7 +179,7 @@ def test_algorithms_train_adapters_and_nothing_that_is_frozen(name, kw, pretrain
     cl_task(algo, ctx, 0); between = bits(p, False); cl_task(algo, ctx, 1)
     assert same(bits(p, True), frozen)
     assert all(not torch.equal(v, between[k]) for k,v in bits(p, False).items() if ".lora_" in k)
-    assert all(q.grad is None for q in p.parameters() if not q.requires_grad)
+    assert {id(q) for q in ctx.raw_optimizer.state} == {id(q) for q in p.parameters() if q.requires_grad}
     if name in ("er", "mir"): assert ctx.drawn["push"] == 18+9   # its own steps, and half of the next ones
     if name == "ewc":
         assert algo.names == list(ctx.params()) and algo.F.numel() == n_params(p)
@@ -187,10 +187,12 @@ def test_algorithms_train_adapters_and_nothing_that_is_frozen(name, kw, pretrain
 
 def test_mirs_look_aside_leaves_every_weight_as_it_was():
     p = add_lora(small(), 2); ctx = cl_context(p); cl_task(make_algo("sequential", 0), ctx, 0)
-    before,grads,state = bits(p),[q.grad for q in p.parameters()],torch.get_rng_state()
+    p(make_batch(7), generator=torch_rng(7, "grad"))[0].backward()   # a gradient stands, as it does between backward and step
+    gradients = lambda: {k: q.grad.clone() for k,q in p.named_parameters() if q.grad is not None}
+    before,grads,state = bits(p),gradients(),torch.get_rng_state(); assert grads.keys() == bits(p, False).keys()
     s = interference(ctx, ctx.data.fetch("pull", range(6)), ctx.data.fetch("push", range(8)), torch_rng(0, "mir"), 2)
     assert s.shape == (8,) and s.isfinite().all() and s.any()
-    assert same(bits(p), before) and [q.grad for q in p.parameters()] == grads
+    assert same(bits(p), before) and same(gradients(), grads)
     assert torch.equal(torch.get_rng_state(), state) and p.training and all(m.training for m in p.modules())
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chaos import wait_for
+from chaos import alive, environment, wait_for
 from clvla.core import read_json
 from clvla.train.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.train.job import fingerprint
-from clvla.train.run import RunFolder
+from clvla.train.run import RunFolder, descendants
 from clvla.train.stop import EXIT_STOPPED
 
 SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32,
@@ -128,7 +128,7 @@ def test_a_process_that_stops_answering_ends_the_run(home):
     assert p.wait(90) not in (0, EXIT_STOPPED)
     text = (Path(cfg.run_dir)/"console.txt").read_text()
     assert "timeout" in text and RunFolder(cfg.run_dir).status == "failed", text[-3000:]
-    assert not Path(f"/proc/{held}").exists() or "Z" in Path(f"/proc/{held}/stat").read_text().split(") ")[1][:1]
+    assert not alive(held)
 
 
 @pytest.mark.parametrize("kw,says", [
@@ -143,11 +143,5 @@ def test_what_cannot_work_is_refused_at_the_door(home, kw, says):
 
 def ranks(pid):
     "Process ids of the ranks below a launcher, by rank."
-    found = {}
-    for p in Path("/proc").iterdir():
-        if not p.name.isdigit(): continue
-        try: parent, env = int((p/"stat").read_text().rsplit(")", 1)[1].split()[1]), (p/"environ").read_bytes().split(b"\0")
-        except OSError: continue  # it has just ended
-        rank = next((e[5:] for e in env if e.startswith(b"RANK=")), None)
-        if parent == pid and rank is not None: found[int(rank)] = int(p.name)
+    found = {int(e[5:]): p for p in descendants(pid, deep=False) for e in environment(p) if e.startswith(b"RANK=")}
     return [found[k] for k in sorted(found)]

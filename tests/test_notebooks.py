@@ -1,12 +1,14 @@
 "Every notebook of the library runs from its first cell to its last, in a process and within a time of its own."
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from libero_help import WHY
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if not any(s[0] in "._" for s in p.relative_to(ROOT).parts))
@@ -24,8 +26,15 @@ def meta(path):
 LIBRARY = [p for p in ALL if "run" not in meta(p)]
 
 
+def simulates_libero(path):
+    "Whether a page uses LIBERO's simulator, and so its assets."
+    text = path.read_text(encoding="utf-8")
+    return re.search(r'"from clvla\.envs\.libero(?!_states|_files)|CLVLA_LIBERO_ASSETS|make_env\(.*libero', text)
+
+
 @pytest.mark.parametrize("nb", LIBRARY, ids=lambda p: str(p.relative_to(ROOT/"nbs")))
 def test_notebook(nb):
+    if simulates_libero(nb) and not os.environ.get("CLVLA_LIBERO_ASSETS"): pytest.skip(WHY)
     limit = meta(nb).get("timeout", 180)
     p = subprocess.Popen([sys.executable, "-c", CODE, str(nb)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, start_new_session=True)

@@ -3,7 +3,7 @@ import gc, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 import pytest
-from clvla.core import IMAGE, STATE
+from clvla.core import IMAGE, IMAGES, STATE
 from clvla.envs.pool import EnvPool, recv, send
 
 HERE = str(Path(__file__).parent)
@@ -18,7 +18,7 @@ def light(n=6, n_workers=2, sp=None, **kw):
 
 def all_of(pool, slots=None):
     want,got = set(range(len(pool)) if slots is None else slots),{}
-    while set(got) != want:
+    while not want <= set(got):
         for r in pool.wait(30): got[r.slot] = r
     return got
 
@@ -37,6 +37,8 @@ def shm_of(pids):
     maps = "".join(Path(f"/proc/{p}/maps").read_text() for p in pids)
     return [l.split()[-1] for l in maps.splitlines() if "/dev/shm/" in l],"/memfd:clvla-envs (deleted)" in maps
 
+def pictures(r): return [r.obs[k].tobytes() for k in sorted(r.obs) if k != STATE]
+
 def play(pool, n_trials=2):
     "Each slot plays trials 0, 1, ... to their ends; every number that came back. An episode that began again counts from there."
     log,trial = {},{i: 0 for i in range(len(pool))}
@@ -45,7 +47,7 @@ def play(pool, n_trials=2):
         for r in pool.wait(30):
             k = (r.slot, r.trial)
             if r.restarted: log[k] = []
-            log.setdefault(k, []).append((r.n_steps, r.reward, r.success, r.truncated, r.obs[STATE].tobytes(), r.obs[IMAGE].tobytes()))
+            log.setdefault(k, []).append((r.n_steps, r.reward, r.success, r.truncated, r.obs[STATE].tobytes(), *pictures(r)))
             if not (r.terminated or r.truncated): pool.step(r.slot, np.random.default_rng([*k, len(log[k])]).uniform(-.2, 1, (4, 2))); continue
             trial[r.slot] += 1
             if trial[r.slot] == n_trials: del trial[r.slot]
@@ -267,6 +269,85 @@ def test_close_leaves_nothing():
     assert shm_of(ps) == ([], True) and shm_of([os.getpid()]) == (before, True)
     pool.close(); pool.close()
     assert all(gone(p) for p in ps)
+
+WRIST = IMAGES+"wrist"
+
+def test_two_cameras():
+    two = [s | {"cameras": ["front", "wrist"]} for s in specs(5)]
+    with light(5, 1) as pool: one,keys = play(pool),list(pool.obs)
+    logs = []
+    for n in (1, 2):
+        with light(5, n, sp=two) as pool: logs.append(play(pool)); assert list(pool.obs) == [IMAGE, WRIST, STATE] and pool.cameras == ("front", "wrist")
+    assert keys == [IMAGE, STATE] and logs[0] == logs[1]
+    assert [[e[:-1] for e in v] for v in logs[0].values()] == [list(v) for v in one.values()]      # the first camera's picture is the same
+    assert any(e[-1] != e[-2] for v in logs[0].values() for e in v)                              # and the second another one
+    with pytest.raises(ValueError, match="the same cameras; task-0 has .'front'., task-1 has .'front', 'wrist'."): light(2, 2, sp=[specs(2)[0], two[1]])
+    for bad in (["wrist"], ["front", "back"], ["front", "front"], []):
+        with pytest.raises(ValueError, match="cameras are 'front', and then others"): light(1, 1, sp=[specs(1)[0] | {"cameras": bad}])
+
+def test_seconds_are_told():
+    with light(1, 1) as pool:
+        pool.reset(0, 0); r = all_of(pool)[0]; assert r.seconds[0] > 0 and r.seconds[1] == 0 and r.seconds[2] > 0 and r.opened
+        pool.step(0, np.zeros((4, 2))); r = all_of(pool)[0]; assert r.seconds[0] == 0 and r.seconds[1] > 0 and 0 < sum(r.seconds) < 1 and not r.opened
+
+def other(**kw): return {"kind": "light", "name": "other", "max_steps": 8, **kw}
+
+def one_episode(pool, slot, seed=0):
+    out = []
+    while True:
+        r = all_of(pool, [slot])[slot]
+        if r.restarted: out = []
+        out.append((r.n_steps, r.reward, r.obs[STATE].tobytes(), *pictures(r)))
+        if r.terminated or r.truncated: return out
+        pool.step(slot, np.random.default_rng([seed, len(out)]).uniform(-.2, .2, (4, 2)))
+
+def test_a_slot_changes_its_environment():
+    with light(1, 1, sp=[other()]) as pool: pool.reset(0, 3); want = one_episode(pool, 0)
+    with light(1, 1, sp=specs(1)) as pool: pool.reset(0, 5); home = one_episode(pool, 0)
+    with light(3, 2) as pool:
+        pool.reset(0, 3, other()); assert one_episode(pool, 0) == want and pool.task_ids[0] == "other"
+        pool.reset(0, 3); assert one_episode(pool, 0) == want                   # it stays
+        pool.reset(2, 3, other()); assert one_episode(pool, 2) == want          # in the other slot of the same worker, too
+        pool.reset(0, 5, specs(1)[0]); assert one_episode(pool, 0) == home      # and back
+        pool.reset(1, 3, other()); pool.reset(1, 3); assert one_episode(pool, 1) == want  # overtaken while it is built
+
+@pytest.mark.parametrize("fault", ["segv", "draw"])
+def test_a_worker_that_dies_with_a_changed_environment_loses_no_episode(fault, tmp_path):
+    with light(1, 1, sp=[other()]) as pool: pool.reset(0, 3); want = one_episode(pool, 0)
+    with light(2, 1) as pool:
+        pool.reset(1, 0); all_of(pool, [1])
+        pool.reset(0, 3, other(fault=fault, at=5, once=str(tmp_path/"once")))
+        got = one_episode(pool, 0)
+        assert got == want and pool.restarts == 1 and pool.specs[0]["name"] == "other"
+        pool.step(1, np.zeros((1, 2))); assert all_of(pool, [1])[1].n_steps == 1
+
+def test_a_worker_that_dies_while_it_builds_an_environment(tmp_path):
+    with light(1, 1, sp=[other()]) as pool: pool.reset(0, 3); want = one_episode(pool, 0)
+    with light(1, 1) as pool:
+        pool.reset(0, 3, other(fault="start-segv", once=str(tmp_path/"once"))); assert one_episode(pool, 0) == want and pool.restarts == 1
+        pool.reset(0, 3, other()); os.kill(pids(pool)[0], signal.SIGKILL); assert one_episode(pool, 0) == want
+
+def test_building_an_environment_has_the_time_of_a_start():
+    with light(1, 1, timeout=.5) as pool:
+        pool.reset(0, 3, other(open=1.5)); one_episode(pool, 0); assert pool.restarts == 0
+    with light(1, 1, timeout=20, start_timeout=2, max_restarts=0) as pool:
+        pool.reset(0, 3, other(open=30))
+        with pytest.raises(RuntimeError, match="no answer for .* s"): all_of(pool)
+
+def test_what_cannot_be_built_or_does_not_fit_is_refused():
+    with light(2, 1) as pool:
+        for spec,text in ((other(fault="start"), "cannot be built"), (other(kind="lihgt"), "did you mean 'light'"),
+                          (other(state_dim=4), "cannot take slot 0: it has state_dim 4, the pool 3; make a pool"),
+                          (other(cameras=["front", "wrist"]), "it has cameras .*front.*wrist.*, the pool .*front")):
+            pool.reset(1, 0); all_of(pool, [1]); pool.reset(0, 0, spec)
+            with pytest.raises(ValueError, match=text): all_of(pool, [0])
+            with pytest.raises(ValueError, match="slot 0 has no environment"): pool.reset(0, 0)
+            with pytest.raises(ValueError, match="no episode is under way"): pool.step(0, np.zeros((1, 2)))
+            pool.step(1, np.zeros((1, 2))); assert all_of(pool, [1])[1].n_steps == 1 and pool.restarts == 0
+        pool.reset(0, 0, other(fault="start"))
+        with pytest.raises(ValueError): all_of(pool, [0])
+        os.kill(pids(pool)[0], signal.SIGKILL); pool.step(1, np.zeros((1, 2))); assert all_of(pool, [1])[1].restarted   # the empty slot is left out
+        pool.reset(0, 3, other()); assert one_episode(pool, 0)
 
 SCRIPT = """
 import sys, time; sys.path.insert(0, {here!r})

@@ -1,5 +1,5 @@
 "What the processes of test_zero.py run: every case under every stage, compared with one process; rank 0 writes what it measured."
-import datetime, json, sys
+import datetime, json, os, sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +69,22 @@ def mask(gs): return [g*(torch.arange(g.numel()).view_as(g)%3 > 0)*2 for g in gs
 
 def weights(e): return e.full_weights() if hasattr(e, "full_weights") else {n: x.clone() for n,x in e.model.state_dict().items()}
 
-def diff(a, b): return max(float((a[k]-b[k]).abs().max()) for k in a)
+def largest(xs):
+    "The largest of some numbers; NaN if one of them is, which Python's `max` may pass over."
+    return float(torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in xs]).max())
+
+def diff(a, b):
+    "Largest difference of two tensors of one shape, or of two dicts of them with the same names in the same order."
+    if torch.is_tensor(a):
+        assert a.shape == b.shape, (a.shape, b.shape)
+        return largest([(a-b).abs().max()])
+    assert list(a) == list(b), (list(a), list(b))
+    return largest([diff(a[k], b[k]) for k in a])
+
+def groups(e):
+    "The optimizer's settings of every parameter of the policy; None for a frozen one."
+    m = getattr(e, "policy", e.model); seen = {n: e.group(p) for n,p in m.named_parameters()}
+    return {n: g and {k: v for k,v in g.items() if k != "params"} for n,g in seen.items()}
 
 
 def plain_way(stage, acc, rows, save=None):
@@ -79,7 +94,8 @@ def plain_way(stage, acc, rows, save=None):
     for k in range(8):
         norms.append(update(e, opt, ps, xs[2*k:2*k+2], k, rows, .05, edit=mask)[1])
         if k == 3 and save: keep(save, e, ps, acc)
-    out = dict(w=weights(e), opt=e.state_dict(ps), norms=norms, group=e.group(ps["b.bias"])["weight_decay"])
+    assert groups(e)["frozen.weight"] is None and groups(e)["b.bias"]["weight_decay"] == 0 < groups(e)["b.weight"]["weight_decay"]
+    out = dict(w=weights(e), opt=e.state_dict(ps), norms=norms, groups=groups(e))
     if stage: e.close()
     return out
 
@@ -115,7 +131,7 @@ def odd_way(stage, acc, rows):
         if k == 8:
             with whole(run=True), ema.swap(m): seen.append(m(xs[0]|dict(rare=True))[0].item()); seen.append(float(weights(e)["a.bias"].sum()))
             with whole(write=True): ema.copy_to(m)
-    out = dict(w=weights(e), opt=e.state_dict(ps), norms=seen)
+    out = dict(w=weights(e), opt=e.state_dict(ps), norms=seen, groups=groups(e))
     if stage: e.close()
     return out
 
@@ -131,7 +147,7 @@ def peek_way(stage, acc, rows):
                 loss,_ = e.model(dict(x=xs[k]["x"][rows], y=xs[k]["y"][rows], rare=True))
                 e.backward(loss + sum((p-1).square().sum() for p in ps.values()))
             norms.append(float(e.clip(ps, 0.))); e.step(); e.zero()
-    out = dict(w=weights(e), opt=e.state_dict(ps), norms=norms)
+    out = dict(w=weights(e), opt=e.state_dict(ps), norms=norms, groups=groups(e))
     if stage: e.close()
     return out
 
@@ -147,11 +163,11 @@ def tiny_way(stage, acc, rows):
             loss,_ = e.model(mine, noise=noise[rows], time=time[rows]); e.backward(loss)
         norms.append(float(e.clip(ps, 1.))); e.step(); e.zero()
     copy = make_policy("tiny", image_size=32, seed=1); copy.load_state_dict(weights(e))
-    chunk,opt = copy.eval().predict_chunk(b, noise=torch.zeros(4, 8, 4)),e.state_dict(ps)
+    chunk,opt,of = copy.eval().predict_chunk(b, noise=torch.zeros(4, 8, 4)),e.state_dict(ps),groups(e)
     if stage:
         with e.whole(run=True): alone = m.eval().predict_chunk(b, noise=torch.zeros(4, 8, 4)) if acc.is_main_process else chunk
-        e.close(); norms += [float((x-chunk).abs().max()) for x in (alone, m.predict_chunk(b, noise=torch.zeros(4, 8, 4)))]
-    return dict(w=dict(chunk=chunk), opt=opt, norms=norms + ([] if stage else [0., 0.]))
+        e.close(); norms += [diff(x, chunk) for x in (alone, m.predict_chunk(b, noise=torch.zeros(4, 8, 4)))]
+    return dict(w=dict(chunk=chunk), opt=opt, norms=norms + ([] if stage else [0., 0.]), groups=of)
 
 def nan_step(stage, acc, rows):
     "A gradient that is no number: is the update left out?"
@@ -172,9 +188,9 @@ def bf16(stage, acc, rows):
 def compare(ways, stage, acc, rows, **kw):
     "Largest differences between a stage and one process."
     one,many = ways(0, acc, slice(None)),ways(stage, acc, rows, **kw)
-    d = dict(weights=diff(one["w"], many["w"]), norms=max(abs(a-b) for a,b in zip(one["norms"], many["norms"], strict=True)),
-             moments=max(diff(one["opt"][n], many["opt"][n]) for n in one["opt"]), names=list(one["opt"]) == list(many["opt"]))
-    return d | dict(group=one.get("group") == many.get("group")),one,many
+    d = dict(weights=diff(one["w"], many["w"]), norms=largest([abs(a-b) for a,b in zip(one["norms"], many["norms"], strict=True)]),
+             moments=diff(one["opt"], many["opt"]), groups=one["groups"] == many["groups"])
+    return d,one,many
 
 
 def first(folder, acc):
@@ -203,21 +219,24 @@ def second(folder, acc):
             e,opt = engine(m, stage, acc, .05); ps,xs = trained(m),data(16)
             if src != "plain":
                 with e.whole(write=True): m.load_state_dict(state["w"])
-            e.load_state_dict(ps, state["opt"]); again = e.state_dict(ps)
+            e.load_state_dict(ps, state["opt"]); loaded = same_state(e, ps, state)
             for k in range(4, 8): update(e, opt, ps, xs[2*k:2*k+2], k, rows, .05, edit=mask)
-            end = load_state(folder/f"zero{stage}-end.safetensors"); w,o = weights(e),e.state_dict(ps)
-            res[f"{src} to zero{stage}"] = dict(loaded=max(diff(again[n], state["opt"][n]) for n in again), weights=diff(w, end["w"]),
-                                                moments=max(diff(o[n], end["opt"][n]) for n in o))
+            end = load_state(folder/f"zero{stage}-end.safetensors")
+            res[f"{src} to zero{stage}"] = dict(loaded=loaded, **same_state(e, ps, end))
             if src == "zero1":
                 odd = {n: dict(s, step=s["step"]+(n == "a.weight")) for n,s in state["opt"].items()}
                 res["messages"] = [error(e, ps, dict(other=state["opt"]["a.bias"])), error(e, ps, odd)]
             e.close()
         if acc.is_main_process:
             m = Net(); e,opt = engine(m, 0, acc); ps,state = trained(m),load_state(folder/f"zero{stage}.safetensors")
-            m.load_state_dict(state["w"]); e.load_state_dict(ps, state["opt"])
+            m.load_state_dict(state["w"]); e.load_state_dict(ps, state["opt"]); loaded = same_state(e, ps, state)
             for k in range(4, 8): update(e, opt, ps, xs[2*k:2*k+2], k, slice(None), .05, edit=mask)
-            res[f"zero{stage} to plain"] = dict(loaded=0., weights=diff(weights(e), end["w"]), moments=0.)
+            res[f"zero{stage} to plain"] = dict(loaded=loaded, **same_state(e, ps, end))
     return res
+
+def same_state(e, ps, state):
+    "How far weights and moments are from stored ones."
+    return dict(weights=diff(weights(e), state["w"]), moments=diff(e.state_dict(ps), state["opt"]))
 
 def error(e, ps, state):
     try: e.load_state_dict(ps, state)
@@ -229,3 +248,4 @@ if __name__ == "__main__":
     out = dict(first=first, second=second)[sys.argv[1]](folder, acc)
     if acc.is_main_process: (folder/f"{sys.argv[1]}.json").write_text(json.dumps(out))
     acc.wait_for_everyone(); torch.distributed.destroy_process_group()
+    sys.stdout.flush(); os._exit(0)  # DeepSpeed keeps gloo's threads alive, and on a busy machine they abort an interpreter that ends

@@ -99,12 +99,14 @@ def unwrap_optimizer(
     from accelerate.optimizer import AcceleratedOptimizer
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
-# %% ../../nbs/cl/30_base.ipynb #8b246a92
+# %% ../../nbs/cl/30_base.ipynb #572196f8
 class Engine:
     "Makes, reads, changes and applies gradients: one process, or several under DDP."
     def __init__(self, model, optimizer, accelerator=None):
         self.model,self.optimizer,self.acc = model,optimizer,accelerator
         self.raw = unwrap_optimizer(optimizer, accelerator)
+        groups = () if self.raw is None else self.raw.param_groups
+        self.groups = {p: g for g in groups for p in g["params"]}
 
     def micro(self, last:bool): return nullcontext() if last or not self.acc else self.acc.no_sync(self.model)
     def backward(self, loss, last:bool=True): self.acc.backward(loss) if self.acc else loss.backward()
@@ -127,7 +129,7 @@ class Engine:
     def whole(self, write=False, run=False): return nullcontext()  # weights are in one piece
     def close(self): pass
 
-# %% ../../nbs/cl/30_base.ipynb #1c8ae749
+# %% ../../nbs/cl/30_base.ipynb #5c33c860
 @patch
 def moments(self:Engine, p)->dict:
     "The optimizer's state of a parameter, as in {exp_avg, exp_avg_sq, step}; empty before its first update."
@@ -136,7 +138,7 @@ def moments(self:Engine, p)->dict:
 @patch
 def group(self:Engine, p)->dict|None:
     "The optimizer's settings of a parameter (lr, betas, ...); None when it is not optimised."
-    return next((g for g in self.raw.param_groups if any(p is q for q in g["params"])), None)
+    return self.groups.get(p)
 
 @patch
 def state_dict(self:Engine, params:dict)->dict:
@@ -144,11 +146,15 @@ def state_dict(self:Engine, params:dict)->dict:
     return {n: dict(self.moments(p)) for n,p in params.items() if p in self.raw.state}
 
 @patch
-def load_state_dict(self:Engine, params:dict, state:dict):
-    "Continue with a stored optimizer state; ValueError when it is of other parameters."
+def check_names(self:Engine, params:dict, state:dict):
+    "ValueError when a stored optimizer state is of other parameters."
     if odd := set(state)-set(params): raise ValueError(f"the stored optimizer knows {sorted(odd)[:3]}, which this "
         "policy does not train; was it made with other settings?")
-    self.reset()
+
+@patch
+def load_state_dict(self:Engine, params:dict, state:dict):
+    "Continue with a stored optimizer state; ValueError when it is of other parameters."
+    self.check_names(params, state); self.reset()
     on = lambda k,v,p: v.to(p.device) if torch.is_tensor(v) and k != "step" else v
     for n,d in state.items(): self.raw.state[params[n]] = {k: on(k, v, params[n]) for k,v in d.items()}
 

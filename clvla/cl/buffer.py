@@ -128,7 +128,7 @@ def gather(
     order = np.concatenate(list(groups.values()))
     return b if len(groups) == 1 else take(b, np.argsort(order))
 
-# %% ../../nbs/cl/31_buffer.ipynb #24575976
+# %% ../../nbs/cl/31_buffer.ipynb #ecfbf126
 @patch
 def fetch(self:TaskBuffer,
     drawn:list, # what `draw` returned
@@ -138,16 +138,6 @@ def fetch(self:TaskBuffer,
     if not drawn: return {}
     if self.store == "refs": return data.fetch_refs([(t, int(self.frames[t][p])) for t,p in drawn])
     return gather(drawn, lambda t,pos: take(self.values[t], pos))
-
-@patch
-def sample(self:TaskBuffer,
-    n:int,     # samples, over all processes
-    data,      # as in `fetch`
-    mine=None  # positions of this process's samples, as `CLContext.share` gives them; None: all
-)->dict:
-    "A batch of `n` remembered samples, or this process's share of it."
-    drawn = self.draw(n)
-    return self.fetch(drawn if mine is None else [drawn[i] for i in mine], data)
 
 # %% ../../nbs/cl/31_buffer.ipynb #a9d50922
 @patch

@@ -56,7 +56,7 @@ def merge(
     share = F1/(F1+F2).clamp(min=torch.finfo(F1.dtype).tiny)
     return F1+F2, a2 + share*(a1-a2), (share*F2*(a1-a2)**2).sum()
 
-# %% ../../nbs/cl/38_ewc.ipynb #b8b18298
+# %% ../../nbs/cl/38_ewc.ipynb #16da121d
 class EWC(CLAlgorithm):
     "Elastic weight consolidation."
     zero3 = False  # springs hold whole weights
@@ -94,13 +94,6 @@ class EWC(CLAlgorithm):
         self.add(self.scaled(new), flatten(ctx.params().values()).detach().float().clone(), list(ctx.params()))
 
     def metrics(self): return dict(penalty=float(self.last), tasks=float(self.n_tasks))
-    def state_dict(self):
-        return dict(names=list(self.names), F=self.F, anchor=self.anchor, rest=self.rest, n_tasks=self.n_tasks,
-                    generator=rng_state(self.generator))
-    def load_state_dict(self, state):
-        self.names,self.F,self.anchor,self.rest,self.n_tasks = (state[k] for k in ("names", "F", "anchor", "rest",
-            "n_tasks"))
-        set_rng_state(self.generator, state["generator"])
 
 # %% ../../nbs/cl/38_ewc.ipynb #552cedc1
 @patch
@@ -122,7 +115,19 @@ def add(self:EWC,
     elif self.F is not None: F,theta,rest = merge(self.F.to(F), self.anchor.to(F), F, theta)
     self.F,self.anchor,self.rest,self.names,self.n_tasks = F,theta,self.rest+float(rest),names,self.n_tasks+1
 
-# %% ../../nbs/cl/38_ewc.ipynb #a4ea567d
+# %% ../../nbs/cl/38_ewc.ipynb #73d61fe4
+@patch
+def state_dict(self:EWC)->dict:
+    "The springs, and the generator of the next estimate's noise."
+    return dict(names=list(self.names), F=self.F, anchor=self.anchor, rest=self.rest, n_tasks=self.n_tasks,
+                generator=rng_state(self.generator))
+
+@patch
+def load_state_dict(self:EWC, state:dict):
+    "Continue with stored springs."
+    for k in ("names", "F", "anchor", "rest", "n_tasks"): setattr(self, k, state[k])
+    set_rng_state(self.generator, state["generator"])
+
 @patch
 def check_names(self:EWC, ctx):
     "ValueError unless the springs belong to the parameters that are trained now."

@@ -6,15 +6,15 @@
 __all__ = ['VERSION', 'META', 'FILE', 'NDIM', 'KIND', 'CHECK', 'check_episode', 'write_store', 'check_meta', 'check_files',
            'read_array', 'FrameStore', 'chunk_index', 'reuse_store']
 
-# %% ../../nbs/data/12_frames.ipynb #c06112a2
+# %% ../../nbs/data/12_frames.ipynb #cd26426b
 import shutil
 from pathlib import Path
 import numpy as np
 import torch
 from fastcore.basics import patch
 from numpy.lib.format import open_memmap
-from ..core import ACTION, IMAGE, IMAGES, INDEX, PAD, PROMPT, STATE, closest, read_json, sha256, write_json
-from .streams import entries, reading
+from ..core import ACTION, IMAGE, IMAGES, INDEX, PAD, PROMPT, STATE, closest, entries, read_json, sha256, write_json
+from .streams import reading
 
 # %% ../../nbs/data/12_frames.ipynb #7d36341b
 def check_episode(

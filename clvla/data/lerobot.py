@@ -7,15 +7,16 @@ __all__ = ['CODECS', 'COUNTED', 'QUANTILES', 'features', 'encode_png', 'decode_i
            'value_counts', 'lerobot_ready', 'write_lerobot', 'camera_map', 'file_at', 'data_files', 'read_columns',
            'episode_list', 'read_lerobot', 'check_parts', 'fingerprint', 'import_task', 'import_lerobot']
 
-# %% ../../nbs/data/11_lerobot.ipynb #78a3d7ad
+# %% ../../nbs/data/11_lerobot.ipynb #bc165867
 import io, json, re, tempfile
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from string import Formatter
 import numpy as np
-from ..core import ACTION, IMAGE, IMAGES, PROMPT, STATE, Registry, require, write_json
+from ..core import ACTION, IMAGE, IMAGES, PROMPT, STATE, Registry, entries, require, write_json
 from .frames import FrameStore, check_episode, reuse_store, write_store
-from .streams import Task, entries, lerobot_info, lerobot_tasks, make_stream, reading
+from .layouts import check_layout, convert
+from .streams import Task, lerobot_info, lerobot_tasks, make_stream, reading
 
 # %% ../../nbs/data/11_lerobot.ipynb #f01733f4
 CODECS = Registry("codec", png="image", h264="video")   # codec -> LeRobot's dtype of a picture column
@@ -204,11 +205,12 @@ def write_lerobot(
         made.rename(path)
     return path
 
-# %% ../../nbs/data/11_lerobot.ipynb #c8d40778
+# %% ../../nbs/data/11_lerobot.ipynb #ce829d88
 def camera_map(
     info:dict,    # meta/info.json
     cameras=None, # our key -> the data set's column; None = take what is there
-    at=""         # the data set, for the message
+    at="",        # the data set, for the message
+    columns=None  # our key -> the data set's column, for state and action
 )->dict:          # our key -> the data set's column
     "Which columns are the cameras; the first is the front camera when none is called so."
     feats,kinds = info.get("features"),("image", "video")
@@ -218,7 +220,7 @@ def camera_map(
         raise ValueError(f"{at}: 'features' of meta/info.json must give dtype and shape of each column, found "
                          f"{feats!r:.200}; fetch the data set again")
     pics = [k for k,f in feats.items() if f["dtype"] in kinds and len(f["shape"]) == 3]
-    needed = (STATE, ACTION, *(cameras.values() if cameras else ()))
+    needed = (*(columns or {STATE: STATE, ACTION: ACTION}).values(), *(cameras.values() if cameras else ()))
     lack = [k for k in needed if k not in feats] + ([] if pics else [f"{IMAGES}<camera>"])
     if lack:
         raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and a camera; "
@@ -335,16 +337,19 @@ class _Videos:
         self.open[key] = {file: (frames, start+T)}
         return np.stack(got)
 
-# %% ../../nbs/data/11_lerobot.ipynb #464b4f6f
+# %% ../../nbs/data/11_lerobot.ipynb #da0c2175
 def read_lerobot(
     path,            # folder of a LeRobotDataset v3
     task_index=None, # numbers of the instructions that are wanted; None = all
     image_size=None, # h = w to resize to, pixels; None = as stored
-    cameras=None     # our key -> the data set's column; None = see `camera_map`
+    cameras=None,    # our key -> the data set's column; None = see `camera_map`
+    layout=None      # how others recorded it (page *layouts*); None = in the project's own conventions
 ):                   # yields episodes
     "The episodes of a data set, decoded one after another."
-    path = Path(path); said,wanted = lerobot_tasks(path),episode_list(path, task_index)
-    info = lerobot_info(path); cams = camera_map(info, cameras, path)
+    path,layout = Path(path),check_layout(layout or {})
+    said,wanted = lerobot_tasks(path),episode_list(path, task_index)
+    own = {STATE: STATE, ACTION: ACTION} | layout.get("columns", {})
+    info = lerobot_info(path); cams = camera_map(info, cameras or layout.get("cameras"), path, own)
     kinds = {v: info["features"][v]["dtype"] for v in cams.values()}
     films = [k for k,d in kinds.items() if d == "video"]
     videos = _Videos(path, info, image_size, films) if films else None
@@ -352,13 +357,14 @@ def read_lerobot(
         raise ValueError(f"{path}: data/ has frames of instruction {lost[0]}, meta/tasks.parquet has {sorted(said)}; "
                          "fetch the data set again")
     todo = {e: (n, said[t]) for e,n,t in wanted}
-    cols = [STATE, ACTION, "episode_index", *(k for k,d in kinds.items() if d == "image")]
+    cols = [*own.values(), "episode_index", *(k for k,d in kinds.items() if d == "image")]
     for f in data_files(path):
         for e,t in _episodes_of(f, cols, todo):
-            num = {k: _numbers(t[k], f, k) for k in (STATE, ACTION)}
+            num = {k: _numbers(t[c], f, c) for k,c in own.items()}
             pic = {k: _pictures(t[c], image_size, f, c) if kinds[c] == "image" else videos(c, e, len(t))
                    for k,c in cams.items()}
-            yield {**pic, **num, PROMPT: todo[e][1]}
+            ep = {**pic, **num, PROMPT: todo[e][1]}
+            yield convert(ep, layout) if layout else ep
 
 # %% ../../nbs/data/11_lerobot.ipynb #8cb4bf1f
 def _numbers(column, file, key:str)->np.ndarray:
@@ -387,7 +393,7 @@ def _episodes_of(path, cols:list, todo:dict):
             if e in todo: yield e,part.slice(0, n)
             part = part.slice(n)
 
-# %% ../../nbs/data/11_lerobot.ipynb #f7f109a1
+# %% ../../nbs/data/11_lerobot.ipynb #9416137d
 def check_parts(
     task:Task # with a source of kind lerobot
 ):
@@ -395,11 +401,13 @@ def check_parts(
     at = f"the source of task {task.id!r}"
     entries(task.source, dict(kind=str, parts=(list, tuple)), at)
     for o in task.source["parts"]:
-        entries(o, dict(path=str, task_index=(list, tuple, type(None))), f"{at}, a part")
+        entries(o, dict(path=str, task_index=(list, tuple, type(None)), layout=dict), f"{at}, a part",
+                optional=["layout"])
+        check_layout(o.get("layout", {}), f"{at}, a part's layout")
         if any(type(i) is not int for i in o["task_index"] or ()):
             raise ValueError(f"{at}: task_index is {o['task_index']}, expected whole numbers, or None for all")
 
-# %% ../../nbs/data/11_lerobot.ipynb #a05dc24b
+# %% ../../nbs/data/11_lerobot.ipynb #3d856ed2
 def fingerprint(
     task:Task,       # with a source of kind lerobot
     image_size=None, # h = w to resize to
@@ -426,8 +434,8 @@ def import_task(
     parts = source["parts"]
     n = sum(k for o in parts for _,k,_ in episode_list(o["path"], o["task_index"]))
     if not n: raise ValueError(f"task {task.id!r} has no frames in {[o['path'] for o in parts]}")
-    return write_store(out, (e for o in parts for e in read_lerobot(o["path"], o["task_index"], image_size, cameras)),
-                       n, source)
+    eps = (e for o in parts for e in read_lerobot(o["path"], o["task_index"], image_size, cameras, o.get("layout")))
+    return write_store(out, eps, n, source)
 
 def import_lerobot(
     paths,                 # folder or folders of LeRobotDataset v3

@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from ..batch import cat, take
 from ..core import TASK_ID, closest, np_rng
 
-# %% ../../nbs/data/14_loader.ipynb #2eb213c2
+# %% ../../nbs/data/14_loader.ipynb #48bc527b
 class TaskData:
     "The frame stores of a stream, by task id, and the processor that makes batches of them."
     def __init__(self,
@@ -27,7 +27,7 @@ class TaskData:
                 f"the tasks of a stream need equal state, action and image sizes and cameras, found "
                 f"{dims}")
         self.stores,self.processor,self.H,self.task_ids = dict(stores),processor,H,list(stores)
-        self.state_dim,self.action_dim,self.image_size,_ = next(iter(dims.values()))
+        self.state_dim,self.action_dim,self.image_size,self.cameras = next(iter(dims.values()))
 
     def store(self, task_id:str):
         "The frame store of a task."

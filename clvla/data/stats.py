@@ -6,15 +6,14 @@
 __all__ = ['FIELDS', 'KINDS', 'STATS_FILE', 'modes', 'array_stats', 'compute_stats', 'check_stats', 'write_stats', 'read_stats',
            'recompute_stats', 'centre_scale', 'Processor']
 
-# %% ../../nbs/data/13_stats.ipynb #8c7cc770
+# %% ../../nbs/data/13_stats.ipynb #34c6d6d4
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..core import ACTION, IMAGES, STATE, Registry, read_json, write_json
-from .streams import entries
+from ..core import ACTION, IMAGES, STATE, Registry, entries, read_json, write_json
 
 # %% ../../nbs/data/13_stats.ipynb #bd3a45d5
 def array_stats(

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['GL_LIBS', 'envs', 'Env', 'use_gl', 'make_env']
 
-# %% ../../nbs/envs/60_base.ipynb #22887fac
+# %% ../../nbs/envs/60_base.ipynb #fdce562b
 import ctypes.util, os
 import numpy as np
-from ..core import IMAGE, STATE, Registry, require, seed_of
+from ..core import IMAGE, IMAGES, STATE, Registry, require, seed_of
 
-# %% ../../nbs/envs/60_base.ipynb #46ec57b2
+# %% ../../nbs/envs/60_base.ipynb #74576c86
 class Env:
     "What all environments share; a simulator adds `_begin`, `_act`, `state`, `render`, `expert`, `close`."
     kind,cameras,state_dim,action_dim = "none",("front",),0,0
+    views = ("front",)     # cameras that it could draw; a spec's "cameras" chooses some of them, "front" among them
     def __init__(self,
         spec:dict,         # "name" of the task; optional "task_id", "prompt", "max_steps"
         image_size:int=48, # height and width of a picture, pixels
@@ -23,6 +24,10 @@ class Env:
         self.task_id = spec.get("task_id", self.name)
         self.prompt = spec.get("prompt", self.task_id.replace("-", " "))
         self.max_steps,self.trial,self.t,self.ended = int(spec.get("max_steps", 150)),None,0,True
+        self.cameras = tuple(spec.get("cameras", self.cameras)); views = {*self.views, *type(self).cameras}
+        if self.cameras[:1] != ("front",) or len(views.intersection(self.cameras)) < len(self.cameras):
+            raise ValueError(f"{self.task_id}: cameras are 'front', and then others of {sorted(views)}, each once; "
+                             f"found {list(self.cameras)}")
 
     def reset(self, trial:int, out=None):
         self._begin(seed_of(self.seed, self.kind, self.name, int(trial)))
@@ -45,7 +50,10 @@ class Env:
             if self.ended: break
         return self.obs(out),total,success,terminated,truncated,n
 
-    def obs(self, out=None): return {IMAGE: self.render(out), STATE: self.state}
+    def obs(self, out=None):
+        out = out if isinstance(out, dict) else {IMAGE: out}
+        more = {IMAGES+c: self.render(out.get(IMAGES+c), camera=c) for c in self.cameras[1:]}
+        return {IMAGE: self.render(out.get(IMAGE)), **more, STATE: self.state}
 
 # %% ../../nbs/envs/60_base.ipynb #b2ad2e4e
 GL_LIBS = dict(osmesa=("OSMesa", "apt-get install libosmesa6"), egl=("EGL", "apt-get install libegl1"))
@@ -68,13 +76,18 @@ def use_gl(
     os.environ.setdefault("LP_NUM_THREADS", "0")
     return gl
 
-# %% ../../nbs/envs/60_base.ipynb #402c3473
+# %% ../../nbs/envs/60_base.ipynb #0c863f71
 def _metaworld(spec, **kw):
     require("metaworld", "metaworld")
     from clvla.envs.metaworld import MetaWorldEnv
     return MetaWorldEnv(spec, **kw)
 
-envs = Registry("kind of environment", metaworld=_metaworld)
+def _libero(spec, **kw):
+    require("robosuite", "libero"); require("libero", "libero")
+    from clvla.envs.libero import LiberoEnv
+    return LiberoEnv(spec, **kw)
+
+envs = Registry("kind of environment", metaworld=_metaworld, libero=_libero)
 
 def make_env(
     spec:dict,         # "kind" and "name" of the task, and what the kind understands besides

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['policies', 'check_arguments', 'make_policy', 'stored_policy', 'load_policy', 'build_policy']
 
-# %% ../../nbs/policies/29_all.ipynb #6cebb7d3
+# %% ../../nbs/policies/29_all.ipynb #d606224d
 import inspect
 import torch
 from pathlib import Path
-from ..core import Registry, closest, seed_of
-from .base import Policy, init_weights, load_base, load_weights, read_lora, read_policy_config
+from ..core import IMAGE, Registry, closest, seed_of
+from .base import Policy, init_weights, load_base, load_weights, read_policy
 from .lora import add_lora, check_frozen
 from .tiny import Tiny
 
@@ -26,7 +26,7 @@ def check_arguments(
     for k in kw:
         if k not in known: raise ValueError(f"policy {name!r} has no argument {k!r}{closest(k, known)}")
 
-# %% ../../nbs/policies/29_all.ipynb #9c50cc18
+# %% ../../nbs/policies/29_all.ipynb #5a93dde0
 def make_policy(
     name:str,          # a name in `policies`
     image_size:int=48, # pixels
@@ -45,10 +45,11 @@ def make_policy(
         return cls(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head, **kw)
 
 def stored_policy(
-    folder     # written by save_policy
+    folder,    # written by save_policy
+    about:dict # what `read_policy` says of it
 )->Policy:     # with initial weights
     "Build the policy that `policy.json` describes; ValueError when that describes none."
-    name,config = read_policy_config(folder)
+    name,config = about["policy"],about["config"]
     try: check_arguments(name, config); return make_policy(name, **config)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
         raise ValueError(f"{Path(folder)/'policy.json'} describes no policy that can be built: {e}. Take the file that "
@@ -58,21 +59,25 @@ def load_policy(
     folder     # written by save_policy
 )->Policy:     # with the stored weights
     "Build the policy that is stored in a folder, with adapters and base when it has them."
-    policy,lora = stored_policy(folder),read_lora(folder)
+    about = read_policy(folder); policy,lora = stored_policy(folder, about),about.get("lora")
     if lora:
         add_lora(policy, lora["rank"], lora["alpha"], lora["pretrained"])
         load_base(policy, **lora["base"])
-    load_weights(policy, folder)
+    load_weights(policy, folder, about)
     return policy
 
-# %% ../../nbs/policies/29_all.ipynb #9536d964
+# %% ../../nbs/policies/29_all.ipynb #1c135b1b
 def build_policy(
-    cfg,           # anything with model, image_size, chunk, head, seed, lora_rank, lora_alpha, init_from
-    state_dim:int, # S of the data
-    action_dim:int # A of the data
-)->Policy:         # ready to be trained
+    cfg,            # anything with model, model_kw, image_size, chunk, head, seed, lora_rank, lora_alpha, init_from
+    state_dim:int,  # S of the data
+    action_dim:int, # A of the data
+    cameras=(IMAGE,)# image keys of the data
+)->Policy:          # ready to be trained
     "The policy that a run starts from, as its settings say."
-    policy = make_policy(cfg.model, cfg.image_size, state_dim, action_dim, H=cfg.chunk, head=cfg.head, seed=cfg.seed)
+    kw = dict(cfg.model_kw)
+    if list(cameras) != [IMAGE]: kw.setdefault("cameras", tuple(cameras))
+    policy = make_policy(cfg.model, cfg.image_size, state_dim, action_dim, H=cfg.chunk, head=cfg.head, seed=cfg.seed,
+                         **kw)
     if cfg.init_from: init_weights(policy, cfg.init_from)
     if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.lora_alpha, bool(cfg.init_from), cfg.seed)
     check_frozen(policy, bool(cfg.init_from))

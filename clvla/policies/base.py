@@ -7,12 +7,12 @@ __all__ = ['check_obs', 'check_action', 'Policy', 'param_groups', 'n_params', 's
            'fill', 'save_policy', 'read_policy', 'read_policy_config', 'read_lora', 'check_lora', 'load_weights',
            'save_base', 'load_base', 'init_weights']
 
-# %% ../../nbs/policies/20_base.ipynb #959e6410
+# %% ../../nbs/policies/20_base.ipynb #75870cb8
 import os, re, torch
 from pathlib import Path
 from torch import Tensor, nn
 from ..batch import read_tensors, write_tensors
-from ..core import ACTION, PAD, STATE, closest, read_json, write_json
+from ..core import ACTION, PAD, STATE, closest, entries, read_json, write_json
 from ..core import sha256 as file_sha256
 
 # %% ../../nbs/policies/20_base.ipynb #9cb01d0b
@@ -149,7 +149,7 @@ def fill(
     with torch.no_grad():
         for k,v in own.items(): v.copy_(new[k])
 
-# %% ../../nbs/policies/20_base.ipynb #5ac7cdf7
+# %% ../../nbs/policies/20_base.ipynb #68f8e54f
 def save_policy(
     policy:Policy, # what to store
     name:str,      # its name in the registry of policies
@@ -167,47 +167,34 @@ def save_policy(
     write_json(folder/"policy.json", about)
     return folder
 
-def _known(
-    d,          # from a file
-    known:dict, # name -> type of its value
-    at:str      # what `d` is, for the message
-):
-    "ValueError unless `d` is a dict of the known entries, each there and of its type."
-    again = "; take the file that save_policy wrote"
-    if not isinstance(d, dict):
-        raise ValueError(f"{at} is of type {type(d).__name__}, expected a dict of {', '.join(known)}{again}")
-    for k in d:
-        if k not in known: raise ValueError(f"{at} holds the unknown entry {k!r}{closest(k, known)}{again}")
-    for k,t in known.items():
-        if k not in d: raise ValueError(f"{at} lacks the entry {k!r}{again}")
-        if type(d[k]) is not t and not (t is float and type(d[k]) is int):
-            raise ValueError(f"{at}: {k!r} is {d[k]!r}, expected a value of type {t.__name__}{again}")
+# %% ../../nbs/policies/20_base.ipynb #24490929
+_AGAIN = "take the file that save_policy wrote"
 
-# %% ../../nbs/policies/20_base.ipynb #643b3300
 def read_policy(
     folder # written by save_policy
-)->dict:   # policy, config, and lora for a policy with adapters
+)->dict:   # policy, config, and for a policy with adapters lora: rank, alpha, pretrained, base with its full path
     "What `policy.json` says, looked through; ValueError names the file and the entry that is wrong."
     path = Path(folder)/"policy.json"
     if not path.is_file(): raise ValueError(f"there is no stored policy at {folder}: {path} is missing")
-    d = read_json(path); lora = isinstance(d, dict) and "lora" in d
-    _known(d, dict(policy=str, config=dict) | (dict(lora=dict) if lora else {}), str(path))
+    d = entries(read_json(path), dict(policy=str, config=dict, lora=dict), str(path), _AGAIN, optional=["lora"])
     sizes = dict(H=int, action_dim=int)   # every policy has these; the rest is up to its class
-    _known({k: v for k,v in d["config"].items() if k in sizes}, sizes, f"{path}, config")
-    if lora: _check_settings(d["lora"], f"{path}, lora")
+    entries({k: v for k,v in d["config"].items() if k in sizes}, sizes, f"{path}, config", _AGAIN)
+    if "lora" not in d: return d
+    _check_settings(d["lora"], f"{path}, lora")
+    base = d["lora"]["base"]; base["path"] = str((Path(folder).resolve()/base["path"]).resolve())
     return d
 
 def _check_settings(lora:dict, at:str):
     "ValueError unless these are settings of adapters as save_policy writes them."
-    _known(lora, dict(rank=int, alpha=float, pretrained=bool, base=dict), at)
-    _known(lora["base"], dict(path=str, sha256=str), f"{at}, base")
+    entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict), at, _AGAIN)
+    entries(lora["base"], dict(path=str, sha256=str), f"{at}, base", _AGAIN)
     if not 1 <= lora["rank"] < 2**16 or not 0 < lora["alpha"] < 2**16:
         raise ValueError(f"{at}: rank must be 1 or more, alpha above 0, both below {2**16}; found {lora['rank']}, "
-                         f"{lora['alpha']}; take the file that save_policy wrote")
+                         f"{lora['alpha']}; {_AGAIN}")
     if not re.fullmatch("[0-9a-f]{64}", lora["base"]["sha256"]):
-        raise ValueError(f"{at}: {lora['base']['sha256']!r} is no SHA-256; take the file that save_policy wrote")
+        raise ValueError(f"{at}: {lora['base']['sha256']!r} is no SHA-256; {_AGAIN}")
 
-# %% ../../nbs/policies/20_base.ipynb #d1a98fc0
+# %% ../../nbs/policies/20_base.ipynb #584bc6d1
 def read_policy_config(
     folder # written by save_policy
 )->tuple:  # name in the registry, keyword arguments
@@ -219,17 +206,16 @@ def read_lora(
     folder    # written by save_policy
 )->dict|None: # rank, alpha, pretrained, base with its full path; None for a policy without adapters
     "The settings of a stored policy's adapters."
-    lora = read_policy(folder).get("lora") if (Path(folder)/"policy.json").exists() else None
-    if lora is None: return None
-    return lora | dict(base=lora["base"] | dict(path=str((Path(folder).resolve()/lora["base"]["path"]).resolve())))
+    return read_policy(folder).get("lora") if (Path(folder)/"policy.json").exists() else None
 
-# %% ../../nbs/policies/20_base.ipynb #1a6f637d
+# %% ../../nbs/policies/20_base.ipynb #55dcab1b
 def check_lora(
     policy:Policy, # about to be loaded
-    folder         # written by save_policy
+    its:dict|None, # what `read_lora` says of the stored policy
+    folder         # where that is, for the message
 ):
     "ValueError when the stored adapters have other settings than the policy's, or stand on another base."
-    mine,its = policy.lora or {},read_lora(folder) or {}
+    mine,its = policy.lora or {},its or {}
     for k in ("rank", "alpha", "pretrained"):
         if mine.get(k) != its.get(k):
             raise ValueError(f"{folder} was stored with LoRA {k} {its.get(k)}, this policy has {mine.get(k)}; "
@@ -240,7 +226,8 @@ def check_lora(
 
 def load_weights(
     policy:Policy, # of the same build
-    path           # safetensors file, or a folder that holds weights.safetensors
+    path,          # safetensors file, or a folder that holds weights.safetensors
+    about=None     # what `read_policy` says of the folder; None: it is read here, if it is there
 ):
     "Load what a checkpoint holds; ValueError lists what is missing, left over or of another shape."
     new = read_weights(path)
@@ -248,10 +235,11 @@ def load_weights(
         raise ValueError(f"{path} holds adapters, and this policy has none. load_policy(FOLDER) builds the policy that "
             "fits; to start another run from it, store it merged: "
             "save_policy(merge_lora(load_policy(FOLDER)), NAME, NEW_FOLDER)")
-    if Path(path).is_dir() and (Path(path)/"policy.json").exists(): check_lora(policy, path)
+    if about is None and (Path(path)/"policy.json").exists(): about = read_policy(path)
+    if about: check_lora(policy, about.get("lora"), path)
     fill(stored_weights(policy), new, path)
 
-# %% ../../nbs/policies/20_base.ipynb #84bd92e2
+# %% ../../nbs/policies/20_base.ipynb #d6354ec2
 def save_base(
     policy:Policy, # with adapters
     path,          # safetensors file, as in RUN_DIR/base.safetensors
@@ -261,20 +249,21 @@ def save_base(
     "Write the frozen weights once, and note in the policy where; ValueError when others are there already."
     if not policy.lora: raise ValueError("a policy without adapters has no base; save_policy stores all of it")
     path,own = Path(path).resolve(),stored_weights(policy, frozen=True)
-    if sha256 and path.is_file() and file_sha256(path) != sha256:
-        away = path.with_suffix(".damaged"); os.replace(path, away)
+    found = file_sha256(path) if path.is_file() else None
+    if sha256 and found and found != sha256:
+        away = path.with_suffix(".damaged"); os.replace(path, away); found = None
         say(f"{path} is not the file that the checkpoint names (its SHA-256 differs); it was moved to {away.name}, "
             "and the frozen weights are made again from the settings")
-    if path.exists():
+    if found:
         old = read_weights(path)
         if old.keys() != own.keys() or any(not torch.equal(old[k], v.cpu()) for k,v in own.items()):
             raise ValueError(f"{path} holds other frozen weights than this policy; did seed, init_from or the version "
                              "of torch change? Take them back, or start in a new folder")
-    else: write_weights(own, path)
-    if sha256 and file_sha256(path) != sha256: raise ValueError("the frozen weights that the settings make are not those "
+    else: found = file_sha256(write_weights(own, path))
+    if sha256 and found != sha256: raise ValueError("the frozen weights that the settings make are not those "
         f"of the checkpoint ({path}); did seed, init_from or the version of torch change? Take them back")
-    policy.lora["base"] = dict(path=str(path), sha256=file_sha256(path))
-    return policy.lora["base"]["sha256"]
+    policy.lora["base"] = dict(path=str(path), sha256=found)
+    return found
 
 def load_base(
     policy:Policy, # with adapters

@@ -6,7 +6,7 @@
 __all__ = ['POOL_SEED', 'Job', 'documents', 'save', 'restore', 'other_versions', 'halt', 'firsts', 'cells', 'work', 'train_cl',
            'fingerprint']
 
-# %% ../../nbs/train/56_job.ipynb #d3f62f4a
+# %% ../../nbs/train/56_job.ipynb #a97775d8
 import hashlib, json, shutil, time
 from pathlib import Path
 import torch
@@ -18,7 +18,8 @@ from ..core import config_json, json_text, read_json, write_json
 from ..data.loader import TaskData
 from ..data.streams import stream_json
 from ..eval.metrics import from_records, record_key, to_json
-from ..eval.rollout import evaluate, film_firsts, make_eval_pool
+from ..eval.queue import Arena
+from ..eval.rollout import film_firsts
 from ..policies.all import build_policy
 from ..policies.base import load_weights, read_lora, save_base, save_policy
 from .checkpoint import checkpoints, clean, latest_checkpoint, load_checkpoint, prune, save_checkpoint
@@ -29,7 +30,7 @@ from .run import Cost, RunFolder, append_jsonl, keep_records, versions
 from .stop import StopFlag, Stopped
 from .trainer import Trainer, make_accelerator
 
-# %% ../../nbs/train/56_job.ipynb #39e4a42c
+# %% ../../nbs/train/56_job.ipynb #dd57ddb5
 class Job:
     "The parts of one run: folder, stream, data, policy, algorithm, trainer."
     def __init__(self,
@@ -43,7 +44,7 @@ class Job:
         self.status = self.run.begin(cfg) if self.rank == 0 else "continued"
         self.acc.wait_for_everyone()
         if self.run.done: self.status = "done"
-        self.cost,self.trainer,self.pool,self.rows,self.mine = Cost(self.run.path),None,None,None,None
+        self.cost,self.trainer,self.arena = Cost(self.run.path),None,None
         self.saved,self.at = time.monotonic(),None  # when and where the last checkpoint was written
 
     def spent(self, phase:str, seconds:float):
@@ -69,7 +70,7 @@ class Job:
         if stop: raise Stopped("asked to stop")
         return done
 
-# %% ../../nbs/train/56_job.ipynb #63820eee
+# %% ../../nbs/train/56_job.ipynb #5276b38a
 @patch
 def stores(self:Job)->dict:
     "Frame stores of all tasks; of several processes the first one makes what is missing, and the others keep in touch."
@@ -77,14 +78,15 @@ def stores(self:Job)->dict:
     def now_and_then():
         nonlocal heard
         if self.world == 1 or time.monotonic()-heard > 2: self.check_stop(); heard = time.monotonic()
-    if self.rank == 0: found = prepare(self.stream, self.cfg, self.say, on_wait=now_and_then); self.check_stop(done=True)
+    if self.rank == 0:
+        found = prepare(self.stream, self.cfg, self.say, on_wait=now_and_then); self.check_stop(done=True)
     else:
         while not self.check_stop(): pass  # each call waits for the first process
         found = prepare(self.stream, self.cfg, self.say)
     self.spent("demonstrations", time.monotonic()-t0)
     return found
 
-# %% ../../nbs/train/56_job.ipynb #c0e1cd93
+# %% ../../nbs/train/56_job.ipynb #14d40443
 @patch
 def build(self:Job):
     "Data, statistics, policy, algorithm and trainer, as the last whole checkpoint left them."
@@ -92,7 +94,7 @@ def build(self:Job):
     stores = self.stores()
     self.processor = make_processor(self.stream, stores, cfg)
     self.data = TaskData(stores, self.processor, cfg.chunk)
-    policy = build_policy(cfg, self.data.state_dim, self.data.action_dim)
+    policy = build_policy(cfg, self.data.state_dim, self.data.action_dim, self.data.cameras)
     algo = make_algo(cfg.algo, cfg.seed, **algo_arguments(cfg))
     last = self.newest()
     if cfg.lora_rank and self.rank == 0:
@@ -154,7 +156,7 @@ def newest(self:Job)->Path|None:
         name = bytes(broadcast(text).tolist()).rstrip(b"\0").decode()
     return root/name if name else None
 
-# %% ../../nbs/train/56_job.ipynb #9402be1c
+# %% ../../nbs/train/56_job.ipynb #1e131cd3
 def restore(job:Job, path:Path|None):
     "Set trainer, generators and records to a checkpoint, or to the beginning; ValueError when the data are others."
     tr,run,cfg = job.trainer,job.run,job.cfg
@@ -163,7 +165,8 @@ def restore(job:Job, path:Path|None):
         if read_json(path/"processor.json") != json.loads(json_text(job.processor.to_json())): raise ValueError(
             f"the data under {cfg.data_dir} are not those that {path.name} was trained on: their statistics differ. "
             "Put the old data there, or start a new run_dir")
-        tr.load_state_dict(load_checkpoint(path))
+        # `newest` has compared the hashes here; another process may see another disk
+        tr.load_state_dict(load_checkpoint(path) if job.rank else load_state(path/"state.safetensors"))
         set_global_rng_state(load_state(path/f"generators-{job.rank}.safetensors"))
     t,step = job.at = tr.t,tr.ctx.step if tr.ctx else 0
     if job.rank == 0:
@@ -207,17 +210,16 @@ def halt(job:Job):
     job.say(f"stopped and saved at update {where['step']} of stage {where['stage']}; "
             "the same command goes on from there")
 
-# %% ../../nbs/train/56_job.ipynb #de6a6737
+# %% ../../nbs/train/56_job.ipynb #6cb57adf
 POOL_SEED = 0  # of the initial states; runs are compared on equal ones
 
 @patch
-def pool_for(self:Job):
+def arena_for(self:Job)->Arena:
     "The simulators of this process, started once."
     cfg = self.cfg; n = max(1, cfg.n_workers//self.world)
-    if self.rows is None:
-        self.pool,self.rows,self.mine = make_eval_pool(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size,
-            POOL_SEED, cfg.chunk, rank=self.rank, world=self.world)
-    return self.pool
+    if self.arena is None: self.arena = Arena(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED,
+                                              cfg.chunk, self.rank, self.world)
+    return self.arena
 
 @patch
 def try_tasks(self:Job,
@@ -228,7 +230,7 @@ def try_tasks(self:Job,
     step=None     # updates inside the stage, None at its end
 )->float:         # mean success, in [0,1]
     "Evaluate on some tasks, spread over the processes, and record every episode as it ends."
-    cfg,run,t0,pool = self.cfg,self.run,time.monotonic(),self.pool_for()
+    cfg,run,t0,arena = self.cfg,self.run,time.monotonic(),self.arena_for()
     here = lambda: [r for r in run.episodes(lambda line: None) if (r["stage"], r["step"]) == (t, step)]
     info,old = dict(stage=t, after=name, step=step),here(); got = list(old)
     def note(r):
@@ -237,8 +239,8 @@ def try_tasks(self:Job,
                                 total=total, seconds=time.monotonic()-t0,
                                 success=sum(x["success"] for x in got)/len(got))
     total,actions = len(tasks)*cfg.n_trials,{} if cfg.videos and step is None else None
-    try: evaluate(policy, self.processor, pool, self.rows, range(cfg.n_trials), cfg.seed, info, tasks,
-                  map(record_key, old), note, actions, self.mine, self.stop.check)
+    try: arena(policy, self.processor, range(cfg.n_trials), cfg.seed, info, tasks, map(record_key, old), note, actions,
+               self.stop.check)
     except Stopped: self.say("asked to stop; the episodes so far are kept")
     self.check_stop(); self.acc.wait_for_everyone()
     run.merge_episodes(); self.acc.wait_for_everyone(); got = here()
@@ -256,7 +258,7 @@ def firsts(
     for r in sorted(records, key=lambda r: r["trial"]): found.setdefault((r["task"], r["success"]), r)
     return list(found.values())
 
-# %% ../../nbs/train/56_job.ipynb #73074da0
+# %% ../../nbs/train/56_job.ipynb #8ccb9cdd
 def cells(job:Job, t:int)->list:
     "Ids of the tasks that are tried after stage `t`: those seen so far, or all."
     cfg,ids = job.cfg,[s.task.id for s in job.stream.stages]
@@ -269,7 +271,7 @@ def policy_now(self:Job):
     "The policy as it stands, in one piece: under ZeRO-3 a copy."
     tr = self.trainer
     if self.cfg.strategy != "zero3": return tr.policy
-    copy = build_policy(self.cfg, self.data.state_dim, self.data.action_dim).to(self.acc.device)
+    copy = build_policy(self.cfg, self.data.state_dim, self.data.action_dim, self.data.cameras).to(self.acc.device)
     copy.load_state_dict(tr.engine.full_weights()); return copy
 
 @patch
@@ -301,7 +303,7 @@ def work(job:Job):
     if job.rank == 0: write_json(job.run.path/"done.json", dict(stages=len(tr.stages), skipped_updates=tr.skipped))
     job.acc.wait_for_everyone()
 
-# %% ../../nbs/train/56_job.ipynb #4b2dfc29
+# %% ../../nbs/train/56_job.ipynb #f428b54d
 def train_cl(
     cfg:RunConfig, # settings
     say=print      # told what happens
@@ -321,7 +323,7 @@ def train_cl(
             except Exception as e: job.failed(e); raise
             else: job.close()
             finally:
-                if job.pool is not None: job.pool.close()
+                if job.arena is not None: job.arena.close()
     finally: set_global_rng_state(old)
     return job.run
 

@@ -6,8 +6,8 @@
 __all__ = ['DEMO_SEED', 'START', 'PATIENCE', 'CHANCES', 'algo_arguments', 'check_replay', 'check_strategy', 'check', 'locked',
            'demo_dir', 'make_store', 'demo_worker', 'make_all_demos', 'prepare', 'make_processor']
 
-# %% ../../nbs/train/54_prepare.ipynb #c9b9f460
-import fcntl, importlib, io, time
+# %% ../../nbs/train/54_prepare.ipynb #d9b59495
+import fcntl, importlib, io, re, time
 from collections import Counter, deque
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
@@ -20,6 +20,8 @@ from ..core import closest, config_json, require
 from ..data.demos import SETTINGS, build, make_demos
 from ..data.frames import FrameStore
 from ..data.lerobot import import_task
+from ..data.libero_data import layout_text
+from ..data.libero_tasks import MAX_STEPS
 from ..data.stats import Processor, compute_stats
 from ..data.streams import Stream, Task, make_stream
 from ..envs.base import make_env
@@ -65,7 +67,7 @@ def check_strategy(
         raise ValueError(f"{parts} ema {cfg.ema} averages whole ones; set ema to 0, or strategy to 'zero2'")
     if cfg.strategy != "ddp": require("deepspeed", "deepspeed")
 
-# %% ../../nbs/train/54_prepare.ipynb #9ae7b6d5
+# %% ../../nbs/train/54_prepare.ipynb #c2338216
 def check(
     cfg:RunConfig # resolved settings
 )->Stream:        # the stream that they name
@@ -85,8 +87,8 @@ def check(
         keep = stream.ids[:2]
         stream = Stream(f"{stream.name}-smoke", tuple(stream[i] for i in keep), None, stream.cycles)
     if cfg.evaluate != "none" and (lone := [o.id for o in stream.tasks if o.env is None]):
-        raise ValueError(f"no environment belongs to {', '.join(lone)}, so they cannot be evaluated; "
-                         "set evaluate to 'none'")
+        raise ValueError(f"no environment belongs to {', '.join(lone)}, so they cannot be evaluated; set evaluate to "
+                         "'none', or leave them out: suite={'base': ..., 'tasks': [...]}")
     return stream
 
 # %% ../../nbs/train/54_prepare.ipynb #d39ac7f0
@@ -104,15 +106,23 @@ def locked(
             if on_wait is not None: on_wait()
         yield
 
-# %% ../../nbs/train/54_prepare.ipynb #fd0503ce
+# %% ../../nbs/train/54_prepare.ipynb #d837ec91
 DEMO_SEED = 0  # of the demonstrations' noise; the run's seed does not change the data set
+
+def _variant(env:dict)->str:
+    "What distinguishes an environment from the usual one of its task, for the name of a folder."
+    limit = MAX_STEPS.get(env.get("suite"), env.get("max_steps"))
+    parts = ["+".join(env["cameras"])] if "cameras" in env else []
+    parts += [f"{k}-{env[k]}" for k in ("protocol", "visuals", "cell") if k in env]
+    return "".join(f"-{o}" for o in [*parts, *([f"{env['max_steps']}steps"] if env.get("max_steps") != limit else [])])
 
 def demo_dir(
     task:Task,    # what is demonstrated
     cfg:RunConfig # n_demos, image_size, data_dir
 )->Path:          # where its data set and frame store are kept
     "The folder of a task's demonstrations."
-    return Path(cfg.data_dir)/task.env["kind"]/f"{task.id}-n{cfg.n_demos}-{cfg.image_size}px"
+    name = f"{task.id}-n{cfg.n_demos}-{cfg.image_size}px{_variant(task.env)}"
+    return Path(cfg.data_dir)/task.env["kind"]/re.sub(r"[^\w.+-]", "_", name)
 
 def _read(task:Task)->bool: return (task.source or {}).get("kind") == "lerobot"
 
@@ -228,7 +238,7 @@ def _round(makers, todo, done):
             else: del makers.at[c]; c.end()
     todo.extendleft(makers.silent())
 
-# %% ../../nbs/train/54_prepare.ipynb #8783da9f
+# %% ../../nbs/train/54_prepare.ipynb #315b3bf8
 def prepare(
     stream:Stream, # tasks with their sources
     cfg:RunConfig, # settings
@@ -236,7 +246,9 @@ def prepare(
     on_wait=None,  # called several times a second; may raise, then the processes are ended at once
     setup:str=None # module that processes import first, to register kinds of environments
 )->dict:           # task id -> FrameStore
-    "Frame stores of all tasks: demonstrated, or read from LeRobot data sets."
+    "Frame stores of all tasks: demonstrated, or read from LeRobot data sets; says how others' data sets are read."
+    parts = [p for o in stream.tasks for p in (o.source or {}).get("parts", ()) if "layout" in p]
+    for line in dict.fromkeys(map(layout_text, parts)): say(line)
     return make_all_demos(list(stream.tasks), cfg, say, on_wait, stream.name, setup)
 
 # %% ../../nbs/train/54_prepare.ipynb #0c83a7c8

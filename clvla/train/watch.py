@@ -156,7 +156,7 @@ class Shown:
         html = {"text/html": self.obj._repr_html_()} if hasattr(self.obj, "_repr_html_") else {}
         return html | {"text/plain": repr(self.obj)}
 
-# %% ../../nbs/train/90_watch.ipynb #23030008
+# %% ../../nbs/train/90_watch.ipynb #797752e0
 @patch
 def follow(self:Run,
     every:float=2.,        # seconds between two looks
@@ -187,6 +187,7 @@ def _show(self:Run, board, status):
     board.put("bars", Text(f"{status}\n{bars(e)}" if e else status), line)
     board.put("table", self.table())
 
+# %% ../../nbs/train/90_watch.ipynb #15142830
 @patch
 def stop(self:Run):
     "Ask the run to save where it is and end; the same command continues it. ValueError when it does not run here."

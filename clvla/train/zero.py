@@ -52,7 +52,7 @@ class InPrecision(nn.Module):
     def forward(self, *args, **kw):
         with self.autocast(): return self.policy(*args, **kw)
 
-# %% ../../nbs/train/47_zero.ipynb #f2049fa7
+# %% ../../nbs/train/47_zero.ipynb #6e5c3372
 class ZeroEngine(Engine):
     "Makes, reads, changes and applies gradients that are cut into pieces, one for each process."
     def __init__(self,
@@ -63,10 +63,9 @@ class ZeroEngine(Engine):
         timeout:float=30. # minutes that processes wait for one another
     ):
         deepspeed = load_deepspeed(accelerator.device.type == "cpu")
-        super().__init__(self.forward, optimizer, accelerator)
+        super().__init__(self.forward, optimizer, accelerator)  # notes the groups, before DeepSpeed empties them
         self.policy,self.stage = policy,config["zero_optimization"]["stage"]
         self.pending = self.linked = self.open = False
-        self.groups = {p: g for g in optimizer.param_groups for p in g["params"]}
         os.environ.setdefault("LOCAL_RANK", str(accelerator.local_process_index))
         self.ds = deepspeed.initialize(model=InPrecision(policy, accelerator.autocast), optimizer=optimizer,
                                        config=config)[0]
@@ -83,7 +82,6 @@ class ZeroEngine(Engine):
     def backward(self, loss, last:bool=True):
         self.ds.set_gradient_accumulation_boundary(last); self.pending = True; self.ds.backward(loss)
     def complete(self): pass
-    def group(self, p): return self.groups.get(p)
     def step(self):
         self.ds.step(); self.pending = False
         if not self.linked: self.link()
@@ -212,14 +210,12 @@ def make_room(self:ZeroEngine, params:dict, state:dict):
         self.raw.state[q]["step"].fill_(steps[0])
     self.link()
 
-# %% ../../nbs/train/47_zero.ipynb #c44e267f
+# %% ../../nbs/train/47_zero.ipynb #12c4ffc3
 @patch
 def load_state_dict(self:ZeroEngine, params:dict, state:dict):
     "Continue with a stored optimizer state, of this engine or the plain one."
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-    if odd := set(state)-set(params): raise ValueError(f"the stored optimizer knows {sorted(odd)[:3]}, which this "
-        "policy does not train; was it made with other settings?")
-    self.reset(); self.make_room(params, state)
+    self.check_names(params, state); self.reset(); self.make_room(params, state)
     for n,s in state.items():
         for k,v in ((k, v) for k,v in s.items() if k != "step"):
             if self.stage == 3: safe_set_local_optimizer_state(params[n], self.shard(params[n], v), k)

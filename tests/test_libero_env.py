@@ -1,0 +1,174 @@
+"LIBERO as an environment: the same start whatever happened before, parity with the published protocol, bad input, faults."
+import numpy as np
+import pytest
+
+from clvla.core import IMAGE, IMAGES, STATE
+from libero_help import libero_root
+
+libero_root()   # skips, or says what is wrong
+
+from clvla.envs.base import make_env
+from clvla.envs.libero import LiberoEnv
+from clvla.envs.libero_assets import bootstrap, init_states
+from clvla.envs.libero_sim import LiberoSim
+from clvla.envs.pool import EnvPool
+
+# one task per kind of scene; the ones that begin with something open are where stock LIBERO leaks
+TASKS = [("libero_goal", "put_the_bowl_on_the_plate"),
+         ("libero_spatial", "pick_up_the_black_bowl_in_the_top_drawer_of_the_wooden_cabinet_and_place_it_on_the_plate"),
+         ("libero_object", "pick_up_the_milk_and_place_it_in_the_basket"),
+         ("libero_10", "KITCHEN_SCENE4_put_the_black_bowl_in_the_bottom_drawer_of_the_cabinet_and_close_it"),
+         ("libero_90", "STUDY_SCENE1_pick_up_the_book_and_place_it_in_the_front_compartment_of_the_caddy")]
+
+
+def spec(suite, name, **kw): return dict(kind="libero", suite=suite, name=name, max_steps=300, **kw)
+
+
+def full_state(sim): return np.concatenate([sim.data.qpos, sim.data.qvel, sim.model.body_pos.ravel(), sim.model.body_quat.ravel()])
+
+
+def rollout(sim, trial, n=20):
+    "States after the reset and along `n` fixed actions."
+    sim.reset(trial); out = [full_state(sim)]
+    rng = np.random.default_rng(trial)
+    for _ in range(n):
+        sim.step(np.clip(rng.normal(0, .5, 7), -1, 1)); out.append(full_state(sim))
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("suite,name", TASKS, ids=[s for s,_ in TASKS])
+def test_a_start_does_not_depend_on_what_was_before(suite, name):
+    fresh,used = (LiberoSim(suite, name, visuals="none") for _ in range(2))
+    for trial in (100_003, 17, 0): rollout(used, trial, 15)        # drawn and own trials, gripper closed or open
+    np.random.seed(1); before = np.random.get_state()[1].copy()
+    for trial in (5, 100_007):
+        a,b = rollout(LiberoSim(suite, name, visuals="none"), trial),rollout(used, trial)
+        np.testing.assert_array_equal(a, b)
+    assert (np.random.get_state()[1] == before).all()               # the caller's generator is its own
+    assert not np.array_equal(rollout(fresh, 5, 0), rollout(fresh, 6, 0))
+
+
+@pytest.mark.parametrize("suite,name", TASKS[:4], ids=[s for s,_ in TASKS[:4]])
+def test_pictures_do_not_change_the_physics(suite, name):
+    drawn,blind = LiberoSim(suite, name),LiberoSim(suite, name, visuals="none")
+    drawn.reset(3); drawn.draw("front", 32); drawn.draw("wrist", 32)
+    np.testing.assert_array_equal(rollout(drawn, 3), rollout(blind, 3))
+    drawn.close()
+
+
+def test_the_start_is_libero_s_own_state():
+    "Before settling, the state is the stored one, bit for bit."
+    suite,name = TASKS[0]; sim = LiberoSim(suite, name, visuals="none"); seen = []
+    import clvla.envs.libero_sim as m
+    stock,m.SETTLE = m.SETTLE,0
+    try:
+        for t in (0, 49): sim.reset(t); seen.append(sim.domain.sim.get_state().flatten())
+    finally: m.SETTLE = stock
+    np.testing.assert_array_equal(np.stack(seen), init_states(suite, name)[[0, 49]])
+
+
+def test_two_workers_with_different_pasts_begin_alike():
+    with EnvPool([spec(*TASKS[1], task_id=f"t{i}") for i in range(2)], 2, image_size=32) as pool:
+        pool.reset(0, 100_011); pool.wait(); pool.step(0, np.ones((8, 7), np.float32)); pool.wait()
+        pool.reset(0, 8); pool.reset(1, 8); got = {}
+        while len(got) < 2: got |= {r.slot: {k: v.copy() for k,v in r.obs.items()} for r in pool.wait()}
+    for k in (IMAGE, STATE): np.testing.assert_array_equal(got[0][k], got[1][k])
+
+
+def test_a_worker_that_is_killed_loses_no_episode():
+    with EnvPool([spec(*TASKS[0])], 1, image_size=32) as pool:
+        pool.reset(0, 2); first = pool.wait()[0].obs[STATE].copy()
+        pool.step(0, np.zeros((8, 7), np.float32)); pool._workers[0].proc.kill()
+        again = pool.wait()[0]
+        assert again.restarted and pool.restarts == 1
+        np.testing.assert_array_equal(again.obs[STATE], first)
+
+
+@pytest.mark.parametrize("suite,i", [("libero_goal", 8), ("libero_object", 3)])
+def test_parity_with_lerobot(suite, i, monkeypatch):
+    "Same assets, furniture, start and actions: joints, state, reward, success and every pixel."
+    theirs = pytest.importorskip("lerobot.envs.libero") if bootstrap(which="full") else None
+    from libero.libero import benchmark
+    monkeypatch.setattr(theirs, "get_task_init_states", lambda s, k, is_libero_plus=False: init_states(s.name, s.tasks[k].name))
+    bench = benchmark.get_benchmark_dict()[suite]()
+    e = theirs.LiberoEnv(bench, i, suite, obs_type="pixels_agent_pos", observation_width=48, observation_height=48, episode_index=7)
+    ours = LiberoEnv(spec(suite, bench.tasks[i].name, cameras=["front", "wrist"], protocol="published"), 48)
+    a,b = e.reset(seed=0)[0],ours.reset(7)
+    rng = np.random.default_rng(i)
+    for k in range(9):
+        np.testing.assert_allclose(e._env.sim.data.qpos, ours.sim.data.qpos, atol=1e-9)
+        np.testing.assert_allclose(a["robot_state"]["eef"]["pos"], b[STATE][:3], atol=1e-6)
+        np.testing.assert_allclose(a["robot_state"]["gripper"]["qpos"], b[STATE][6:], atol=1e-6)
+        for c,key in (("image", IMAGE), ("image2", IMAGES+"wrist")):
+            np.testing.assert_array_equal(a["pixels"][c][::-1,::-1], b[key])
+        act = np.clip(rng.normal(0, .5, 7), -1, 1).astype(np.float32)
+        a,reward,_,_,info = e.step(act); mine = ours.step(act); b = ours.obs()
+        assert (reward, info["is_success"]) == mine[:2]
+    e.close(); ours.close()
+
+
+def test_a_published_chunk_is_seen_as_its_last_step():
+    env = LiberoEnv(spec(*TASKS[0], protocol="published"), 32); env.reset(1)
+    a = np.tile([.2, 0, -.2, 0, 0, 0, 1], (8, 1))
+    obs = env.step_chunk(a)[0]
+    env.reset(1)
+    for x in a: env.step(x)
+    for k in obs: np.testing.assert_array_equal(obs[k], env.obs()[k])
+    env.close()
+
+
+def test_one_sample_of_each_suite_can_be_made_begun_moved_and_drawn():
+    from clvla.data.libero_tasks import SUITES
+    for suite,names in SUITES.items():
+        for name in (names[-1], names[len(names)//2]):
+            env = LiberoEnv(spec(suite, name, cameras=["front", "wrist"]), 32); obs = env.reset(0)
+            obs,reward,success,*_ = env.step_chunk(np.zeros((3, 7)))
+            assert reward == 0 and not success and obs[STATE].shape == (8,) and np.isfinite(obs[STATE]).all()
+            assert all(obs[k].std() > 5 for k in (IMAGE, IMAGES+"wrist")), (suite, name)
+            env.close()
+
+
+def test_several_environments_in_one_process_draw_what_they_draw_alone():
+    "robosuite's own renderer gives silently wrong pictures here."
+    make = lambda k: LiberoEnv(spec(*TASKS[k]), 32)
+    alone = []
+    for k in (0, 2): e = make(k); alone.append(e.reset(0)[IMAGE]); e.close()
+    both = [make(0), make(2)]
+    for e,x in zip(both, alone): np.testing.assert_array_equal(e.reset(0)[IMAGE], x)
+    for e,x in zip(both[::-1], alone[::-1]): np.testing.assert_array_equal(e.render(), x)
+    for e in both: e.close()
+
+
+BAD = [(dict(suite="libero_goat"), "did you mean 'libero_goal'"), (dict(suite="libero_100"), "no suite|unknown suite"),
+       (dict(name="turn_on_the_stoves"), "did you mean 'turn_on_the_stove'"), (dict(protocol="publishd"), "did you mean 'published'"),
+       (dict(cameras=["front", "back"]), "cameras are"), (dict(visual="lite"), "did you mean 'visuals'"), (dict(visuals="light"), "did you mean 'lite'")]
+
+@pytest.mark.parametrize("change,words", BAD, ids=[str(c) for c,_ in BAD])
+def test_bad_input_is_refused_at_the_door(change, words):
+    with pytest.raises(ValueError, match=words): make_env({**spec("libero_goal", "turn_on_the_stove"), **change}, 32)
+
+
+def test_other_bad_input():
+    env = LiberoEnv(spec(*TASKS[0], visuals="none"), 32)
+    with pytest.raises(ValueError, match="needs a 'suite'"): make_env(dict(kind="libero", name="turn_on_the_stove"))
+    env._load()
+    with pytest.raises(ValueError, match="a trial is a number from 0 on"): env.reset(-1)
+    env.sim.reset(0); env.t,env.ended = 0,False
+    with pytest.raises(ValueError, match="visuals 'none'"): env.render()
+    env.close()
+
+
+def test_the_first_thing_that_a_user_does(tmp_path):
+    "`papermill run_cl -p suite libero_five -p smoke True`: demonstrations, two tasks, evaluation, results."
+    import subprocess
+    import sys
+    from pathlib import Path
+    from clvla.train.run import RunFolder
+    root = Path(__file__).resolve().parents[1]
+    p = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", str(root/"nbs/run_cl.ipynb"), str(tmp_path/"page.ipynb"),
+                        "-p", "suite", "libero_five", "-p", "smoke", "True", "-p", "run_dir", str(tmp_path/"run"),
+                        "-p", "data_dir", str(tmp_path/"data")], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert p.returncode == 0, p.stderr[-3000:]
+    run = RunFolder(tmp_path/"run")
+    assert run.done and len(run.episodes()) == 6                  # 1 + 2 tasks, two trials each
+    assert {r["task"] for r in run.episodes()} == {"goal-turn-on-stove", "goal-put-bowl-on-plate"}
