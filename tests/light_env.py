@@ -7,11 +7,12 @@ from clvla.envs.base import Env, envs
 class LightEnv(Env):
     """A point that adds up its actions. `fault` in the spec is one of start, begin, raise, sleep, render, segv, exit, noise;
     `at` is the step at which it happens, `once` a file that is made by the first fault and prevents the next. `open` is the
-    time it takes to build it, seconds."""
+    time it takes to build it, seconds, and `lazy` the time of what is built by its first reset."""
     kind,state_dim,action_dim,views = "light",3,2,("front", "wrist")
     def __init__(self, spec, image_size=8, seed=0):
         super().__init__(spec, image_size, seed); self.state_dim = spec.get("state_dim", 3)
         if spec.get("open"): time.sleep(spec["open"])
+        self.lazy = spec.get("lazy", 0)
         self.fault,self.at,self.once = spec.get("fault"),spec.get("at", 0),spec.get("once")
         if self.fault == "start": raise ValueError("this environment cannot be built")
         if self.fault in ("start-segv", "start-hang", "start-type"): self.do(self.fault.removeprefix("start-"))
@@ -26,7 +27,9 @@ class LightEnv(Env):
         if fault in ("sleep", "hang", "render"): time.sleep(60)
         if fault == "draw": os._exit(9)
         if fault == "noise": os.write(2, b"WARNING: a loud simulator\n"*20_000)
-    def _begin(self, seed): self.x = np.random.default_rng(seed).normal(size=3)
+    def _begin(self, seed):
+        if self.lazy: time.sleep(self.lazy); self.lazy = 0
+        self.x = np.random.default_rng(seed).normal(size=3)
     def _act(self, a):
         if self.t == self.at and self.fault in ("raise", "sleep", "segv", "exit", "noise"): self.do(self.fault)
         self.x = self.x+np.array([a[0], a[1], .01])

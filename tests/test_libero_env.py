@@ -1,4 +1,6 @@
 "LIBERO as an environment: the same start whatever happened before, parity with the published protocol, bad input, faults."
+import importlib
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ libero_root()   # skips, or says what is wrong
 from clvla.envs.base import make_env
 from clvla.envs.libero import LiberoEnv
 from clvla.envs.libero_assets import bootstrap, init_states
-from clvla.envs.libero_sim import LiberoSim
+from clvla.envs.libero_sim import LiberoSim, axis_angle
 from clvla.envs.pool import EnvPool
 
 # one task per kind of scene; the ones that begin with something open are where stock LIBERO leaks
@@ -18,13 +20,14 @@ TASKS = [("libero_goal", "put_the_bowl_on_the_plate"),
          ("libero_spatial", "pick_up_the_black_bowl_in_the_top_drawer_of_the_wooden_cabinet_and_place_it_on_the_plate"),
          ("libero_object", "pick_up_the_milk_and_place_it_in_the_basket"),
          ("libero_10", "KITCHEN_SCENE4_put_the_black_bowl_in_the_bottom_drawer_of_the_cabinet_and_close_it"),
+         ("libero_90", "KITCHEN_SCENE8_turn_off_the_stove"),
          ("libero_90", "STUDY_SCENE1_pick_up_the_book_and_place_it_in_the_front_compartment_of_the_caddy")]
 
 
 def spec(suite, name, **kw): return dict(kind="libero", suite=suite, name=name, max_steps=300, **kw)
 
 
-def full_state(sim): return np.concatenate([sim.data.qpos, sim.data.qvel, sim.model.body_pos.ravel(), sim.model.body_quat.ravel()])
+def full_state(sim): return np.concatenate([sim.data.qpos, sim.data.qvel, sim.model.body_pos.ravel(), sim.model.body_quat.ravel(), sim.model.site_rgba.ravel()])
 
 
 def rollout(sim, trial, n=20):
@@ -36,7 +39,7 @@ def rollout(sim, trial, n=20):
     return np.stack(out)
 
 
-@pytest.mark.parametrize("suite,name", TASKS, ids=[s for s,_ in TASKS])
+@pytest.mark.parametrize("suite,name", TASKS, ids=[n[:24] for _,n in TASKS])
 def test_a_start_does_not_depend_on_what_was_before(suite, name):
     fresh,used = (LiberoSim(suite, name, visuals="none") for _ in range(2))
     for trial in (100_003, 17, 0): rollout(used, trial, 15)        # drawn and own trials, gripper closed or open
@@ -87,7 +90,8 @@ def test_a_worker_that_is_killed_loses_no_episode():
 @pytest.mark.parametrize("suite,i", [("libero_goal", 8), ("libero_object", 3)])
 def test_parity_with_lerobot(suite, i, monkeypatch):
     "Same assets, furniture, start and actions: joints, state, reward, success and every pixel."
-    theirs = pytest.importorskip("lerobot.envs.libero") if bootstrap(which="full") else None
+    bootstrap(which="full")
+    theirs = importlib.import_module("lerobot.envs.libero")
     from libero.libero import benchmark
     monkeypatch.setattr(theirs, "get_task_init_states", lambda s, k, is_libero_plus=False: init_states(s.name, s.tasks[k].name))
     bench = benchmark.get_benchmark_dict()[suite]()
@@ -98,12 +102,18 @@ def test_parity_with_lerobot(suite, i, monkeypatch):
     for k in range(9):
         np.testing.assert_allclose(e._env.sim.data.qpos, ours.sim.data.qpos, atol=1e-9)
         np.testing.assert_allclose(a["robot_state"]["eef"]["pos"], b[STATE][:3], atol=1e-6)
+        x,y,z,w = a["robot_state"]["eef"]["quat"]
+        np.testing.assert_allclose(axis_angle(np.array([w, x, y, z])), b[STATE][3:6], atol=1e-6)
         np.testing.assert_allclose(a["robot_state"]["gripper"]["qpos"], b[STATE][6:], atol=1e-6)
         for c,key in (("image", IMAGE), ("image2", IMAGES+"wrist")):
             np.testing.assert_array_equal(a["pixels"][c][::-1,::-1], b[key])
         act = np.clip(rng.normal(0, .5, 7), -1, 1).astype(np.float32)
         a,reward,_,_,info = e.step(act); mine = ours.step(act); b = ours.obs()
         assert (reward, info["is_success"]) == mine[:2]
+    if suite == "libero_goal":                                    # on to the goal, without pictures: the same instant
+        ours.sim.views,success = [],False
+        monkeypatch.setattr(e._env.env, "use_camera_obs", False)
+        while not success: act = ours.expert(); success = ours.step(act)[1]; done = e._env.env.step(act)[2]; assert done == success
     e.close(); ours.close()
 
 
@@ -139,13 +149,52 @@ def test_several_environments_in_one_process_draw_what_they_draw_alone():
     for e in both: e.close()
 
 
+def test_published_and_fast_in_one_process_draw_what_they_draw_alone():
+    "robosuite frees and draws in whichever context is bound; here each binds its own."
+    make = lambda k, **kw: LiberoEnv(spec(*TASKS[k], **kw), 32)
+    alone = []
+    for k in (0, 2): e = make(k, protocol="published"); alone.append(e.reset(0)[IMAGE]); e.close()
+    a,fast,b = make(0, protocol="published"),make(1),make(2, protocol="published")
+    for e in (a, fast, b): e.reset(1)
+    b.reset(0); fast.reset(0); a.reset(0); fast.reset(1)         # old contexts are thrown away between
+    for e,x in ((a, alone[0]), (b, alone[1])): np.testing.assert_array_equal(e.render(), x)
+    for e in (a, fast, b): e.close()
+
+
 BAD = [(dict(suite="libero_goat"), "did you mean 'libero_goal'"), (dict(suite="libero_100"), "no suite|unknown suite"),
        (dict(name="turn_on_the_stoves"), "did you mean 'turn_on_the_stove'"), (dict(protocol="publishd"), "did you mean 'published'"),
-       (dict(cameras=["front", "back"]), "cameras are"), (dict(visual="lite"), "did you mean 'visuals'"), (dict(visuals="light"), "did you mean 'lite'")]
+       (dict(cameras=["front", "back"]), "cameras are"), (dict(visual="lite"), "did you mean 'visuals'"), (dict(visuals="light"), "did you mean 'lite'"),
+       (dict(protocol="published", visuals="none"), "leave visuals and cell out"), (dict(cell=3.), "edge of a grid")]
 
 @pytest.mark.parametrize("change,words", BAD, ids=[str(c) for c,_ in BAD])
 def test_bad_input_is_refused_at_the_door(change, words):
     with pytest.raises(ValueError, match=words): make_env({**spec("libero_goal", "turn_on_the_stove"), **change}, 32)
+
+
+def test_missing_assets_are_found_before_anything_starts(monkeypatch, tmp_path):
+    from clvla.train.config import RunConfig, resolve
+    from clvla.train.prepare import check
+    cfg = resolve(RunConfig(suite="libero_five", data_dir=str(tmp_path), run_dir=str(tmp_path/"r")))
+    assert len(check(cfg).tasks) == 5
+    with pytest.raises(ValueError, match="D' is|no .*'widht'|widht"): check(resolve(RunConfig(model_kw=dict(widht=3))))
+    monkeypatch.setenv("CLVLA_LIBERO_ASSETS", str(tmp_path/"nowhere"))
+    with pytest.raises(FileNotFoundError, match="nowhere.*clvla-libero"): check(cfg)
+    with pytest.raises(FileNotFoundError, match="nowhere"): EnvPool([spec(*TASKS[0])], 1, image_size=32)
+
+
+def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
+    "Two tasks, two cameras, full meshes, hard resets, MIR with its cache, the file as it stands but for what makes it small."
+    from pathlib import Path
+    from papermill.iorw import read_yaml_file
+    from clvla.train.config import RunConfig, from_page
+    from clvla.train.job import train_cl
+    file = Path(__file__).resolve().parents[1]/"nbs/protocols/libero_goal.yaml"
+    d = read_yaml_file(str(file)); d["suite"] = d["suite"] | dict(tasks=["goal-turn-on-stove", "goal-put-cream-cheese-in-bowl"])
+    d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100)
+    small = dict(smoke=True, n_demos=1, n_trials=1, model="tiny", image_size=48, lora_rank=0, precision="no", evaluate="lower",
+                 n_workers=1, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))
+    run = train_cl(from_page(RunConfig, d | small, set()), say=lambda line: None)
+    assert run.done and len(run.episodes()) == 3
 
 
 def test_other_bad_input():

@@ -334,6 +334,20 @@ def test_building_an_environment_has_the_time_of_a_start():
         pool.reset(0, 3, other(open=30))
         with pytest.raises(RuntimeError, match="no answer for .* s"): all_of(pool)
 
+def test_the_first_reset_has_the_time_of_a_start():
+    "Of a slot's first environment, of a changed one, and of both after their worker was killed; the second reset has `timeout`."
+    lazy = [other(lazy=1.2), other()]
+    with light(2, 1, sp=lazy, timeout=.6) as pool:
+        for i in range(2): pool.reset(i, 3)
+        got = all_of(pool); assert [got[i].opened for i in range(2)] == [True]*2 and pool.restarts == 0
+        pool.reset(1, 3, lazy[0]); all_of(pool, [1]); assert pool.restarts == 0 and not pool._workers[0].opening
+        os.kill(pids(pool)[0], signal.SIGKILL)
+        for i in range(2): pool.step(i, np.zeros((1, 2)))
+        got = all_of(pool); assert all(r.restarted and r.opened for r in got.values()) and pool.restarts == 1 and not pool._workers[0].opening
+    with light(1, 1, sp=[other(lazy=30)], timeout=20, start_timeout=1.5, max_restarts=0) as pool:
+        pool.reset(0, 3)
+        with pytest.raises(RuntimeError, match="no answer for .* s"): all_of(pool)
+
 def test_what_cannot_be_built_or_does_not_fit_is_refused():
     with light(2, 1) as pool:
         for spec,text in ((other(fault="start"), "cannot be built"), (other(kind="lihgt"), "did you mean 'light'"),

@@ -181,6 +181,34 @@ def test_parts_are_merged_and_wrong_ones_refused(reference, tmp_path):
     with pytest.raises(ValueError, match="nothing to merge"): merge([])
     with pytest.raises(FileNotFoundError): merge([tmp_path/"nowhere"])
 
+def test_parts_made_with_other_assets_are_not_merged(tmp_path, monkeypatch):
+    "The plan of a queue over LIBERO's tasks names their assets; that of other kinds is as it was."
+    from clvla.eval.parts import write_plan
+    from clvla.train import checkpoint_eval as ce
+    from clvla.train.run import RunFolder
+    for k,v in dict(weights_of=lambda p: {"weights": "12ab"}, cells_of=lambda *a: (INFO, ["x"]), load_policy=lambda p: Guided(),
+                    processor_of=lambda p: PROC, batch_gap=lambda *a: 0.).items(): monkeypatch.setattr(ce, k, v)
+    def begin(kind, assets, part="0/1"):
+        monkeypatch.setattr(ce, "assets_of", lambda env: assets if env["kind"] == "libero" else {})
+        cfg = ce.EvalConfig(run_dir=str(tmp_path/kind), n_trials=2, part=part); out = RunFolder(tmp_path/kind/"evals"/cfg.name)
+        ts = [NS(id="x", prompt="x", env=dict(kind=kind)), NS(id="talk", prompt="talk", env=None)]
+        ce.begin_queue(cfg, out, ["p"], NS(tasks=ts), NS(batch=8, pool=NS(obs={STATE: np.zeros((1, 2), "f4")})), print)
+        return json.loads((out.path/"plan.json").read_text())
+    one,two = dict(assets="1"*12),dict(assets="2"*12)
+    assert "assets" not in begin("dot", one) and begin("libero", one, "0/2")["assets"] == {"x": one}
+    with pytest.raises(ValueError, match="differs from this evaluation in assets"): begin("libero", two)
+    (tmp_path/"libero/evals/lower-0+2-s0/plan.json").unlink(); begin("libero", one)
+    begin("libero", two, "1/2")
+    with pytest.raises(ValueError, match="parts of different evaluations: assets"): begin("libero", one)
+
+def test_own_and_drawn_starts_of_libero_are_not_mixed():
+    from clvla.envs.libero_sim import N_INIT
+    from clvla.train.checkpoint_eval import EvalConfig, check_starts
+    say = lambda first, n, kind="libero": check_starts(EvalConfig(first_trial=first, n_trials=n), [NS(env=None), NS(env=dict(kind=kind))])
+    assert N_INIT == 50 and say(0, 50) == say(49, 1) == say(0, 51, "metaworld") == "" and "trials 50 to 69 are drawn" in say(50, 20)
+    for first,n in ((0, 51), (49, 2), (1, 50)):
+        with pytest.raises(ValueError, match=f"trials {first} to {first+n-1} mix .*set n_trials to {50-first} or less"): say(first, n)
+
 def test_a_book_is_held_by_one_and_mended(tmp_path):
     with Book(tmp_path, PLAN) as book:
         book.add(dict(INFO, task="a", trial=0, success=True))

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace as NS
 
 import nbformat
 import pytest
@@ -255,3 +256,11 @@ def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
     while alive() and time.time() < until: time.sleep(.2)
     assert not alive()
     assert all(json.loads(l) for l in log.read_text().splitlines()[:-1])
+
+def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatch):
+    import importlib.metadata as im
+    from clvla.train.run import versions
+    there = lambda *names: monkeypatch.setattr(im, "distributions", lambda: [NS(metadata={"Name": n}, version="1") for n in names])
+    there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
+    assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "metaworld")] == ["1"]*5+["not installed"]
+    there("torch"); assert not {"hf-libero", "robosuite", "bddl", "numba"} & set(versions())

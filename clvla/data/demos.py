@@ -133,7 +133,7 @@ def recipe(
     "How a kind of environment is demonstrated; one without an entry in `RECIPES` as Meta-World is."
     return dict(dict(noise=.15, tail=4, fps=10), **RECIPES.get(kind, {}))
 
-# %% ../../nbs/data/15_demos.ipynb #accbf0c9
+# %% ../../nbs/data/15_demos.ipynb #8af67a74
 def make_demos(
     task:Task,         # what to demonstrate; its `env` describes the environment
     env_factory,       # called with (spec, image_size=..., seed=...), as `envs.base.make_env`
@@ -143,6 +143,7 @@ def make_demos(
     image_size:int=48, # h = w, pixels
     codec:str="png",   # png (lossless) or h264
     on_try=None,       # called after every try with the number of successes so far
+    about:dict=None,   # what else decides the pictures, as plain values; other demonstrations in the folder are refused
     **how              # noise, tail, fps; what is not given is as in `recipe`
 )->FrameStore:
     "Record, write as LeRobotDataset v3, decode into a frame store; or find all that already there."
@@ -152,7 +153,7 @@ def make_demos(
     if how: raise ValueError(f"make_demos takes no {sorted(how)}; it takes noise, tail and fps besides")
     if not np.isscalar(noise): noise = [float(x) for x in noise]   # as JSON gives it back
     settings = dict(task=task.id, prompt=task.prompt, env=dict(task.env), n_demos=n_demos, seed=seed,
-                    image_size=image_size, noise=noise, tail=tail, codec=codec, fps=fps)
+                    image_size=image_size, noise=noise, tail=tail, codec=codec, fps=fps, **(about or {}))
     source = dict(kind="demos", settings=settings)
     def frames(path, data=out): write_store(path, read_lerobot(data/"lerobot"), source=source)
     def everything(path):

@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['ENTRIES', 'LiberoEnv']
 
-# %% ../../nbs/envs/68_libero.ipynb #5c1b245b
+# %% ../../nbs/envs/68_libero.ipynb #dd9518e2
 import numpy as np
 from fastcore.basics import patch
 from ..core import closest
 from .base import Env
+from .libero_assets import check_versions, libero_root
 from .libero_sim import CAMERAS, NOOP, LiberoSim, check_task
 
-# %% ../../nbs/envs/68_libero.ipynb #48e78192
+# %% ../../nbs/envs/68_libero.ipynb #8b1e541e
 ENTRIES = ("kind", "suite", "name", "task_id", "prompt", "max_steps", "cameras", "protocol", "visuals", "cell")
 
 class LiberoEnv(Env):
@@ -30,6 +31,7 @@ class LiberoEnv(Env):
         self.suite,self.how = spec["suite"],{k: spec[k] for k in ("protocol", "visuals", "cell") if k in spec}
         self.sim,self.left = None,0
         check_task(self.suite, self.name, **self.how)
+        check_versions(); libero_root()    # now, not in a worker at its first episode
 
     def reset(self, trial:int, out=None):
         if self.sim is None: self._load()
@@ -47,7 +49,7 @@ class LiberoEnv(Env):
 
     def _act(self, action):
         self.left -= 1
-        self.sim.watch = self.left <= 0   # inside a chunk nobody looks
+        self.sim.watch = self.left <= 0 or self.t+1 >= self.max_steps   # inside a chunk nobody looks
         success = self.sim.step(action)
         return float(success),success
 

@@ -221,7 +221,7 @@ def _start_all(self:EnvPool):
     self.obs = {k: self._mem[k] for k in (*(IMAGES+c for c in self.cameras), STATE)}
     for w in self._workers: send(w.child.sock, **self._layout)
 
-# %% ../../nbs/envs/63_pool.ipynb #9c50a6d5
+# %% ../../nbs/envs/63_pool.ipynb #4a1d0c4d
 @patch
 def _send(self:EnvPool, i, **cmd):
     "One command for slot `i`; a worker that is gone will be noticed by `wait`."
@@ -247,11 +247,12 @@ def reset(self:EnvPool,
     if spec is not None and (s.empty or spec != self.specs[slot]): new = dict(spec=spec)
     elif s.empty: raise ValueError(f"slot {slot} has no environment, the last one could not be built; give it a spec")
     if new:
-        self.specs[slot] = dict(spec); s.empty = s.built = False; s.worker.opening.add(slot)
+        self.specs[slot] = dict(spec); s.empty = s.built = False
         self.task_ids[slot] = spec.get("task_id", spec.get("name"))
         self.prompts[slot] = spec.get("prompt", self.task_ids[slot])
     s.trial,s.under_way,s.redo = int(trial),True,False
     self._ready = [r for r in self._ready if r.slot != slot]
+    if not s.built: s.worker.opening.add(slot)   # some simulators are built by their first reset
     self._send(slot, trial=s.trial, **new)
 
 # %% ../../nbs/envs/63_pool.ipynb #b04ee871
@@ -272,7 +273,7 @@ def step(self:EnvPool,
     self._mem["action"][slot,:len(a)] = a
     self._send(slot, n=len(a))
 
-# %% ../../nbs/envs/63_pool.ipynb #63f912c8
+# %% ../../nbs/envs/63_pool.ipynb #27205e41
 @patch
 def _count(self:EnvPool, w, why):
     "Note a lost worker."
@@ -282,7 +283,7 @@ def _count(self:EnvPool, w, why):
 def _restart(self:EnvPool, w, why):
     "Replace a worker; every episode it had under way begins again, and says so."
     again = [i for i in w.slots if self._slots[i].under_way]
-    w.child.end(); w.owes,w.opening = {},set()   # the new process builds the present environments at its start
+    w.child.end(); w.owes,w.opening = {},set(again)   # built at the new process's start, or by their first reset
     for i in w.slots: self._slots[i].built = False
     for i in again: self._slots[i].failures += 1
     worst = max(again, key=lambda i: self._slots[i].failures)
@@ -309,8 +310,7 @@ def _take(self:EnvPool, w, msg):
     self._ready.append(Result(i, s.trial, {k: v[i] for k,v in self.obs.items()}, float(m["reward"][i]),
                               success, terminated, truncated, int(m["n_steps"][i]), s.redo,
                               tuple(m["seconds"][i].tolist()), not s.built))
-    s.built = True
-    s.under_way,s.redo = not (terminated or truncated),False
+    s.built,s.under_way,s.redo = True,not (terminated or truncated),False
     if not s.under_way: s.failures = 0
 
 # %% ../../nbs/envs/63_pool.ipynb #0c19d7cf

@@ -6,23 +6,24 @@
 __all__ = ['SUITED', 'FREE', 'POSITIVE', 'CHOICES', 'SMOKE', 'suited', 'RunConfig', 'check_values', 'hosts', 'from_page',
            'stream_name', 'resolve', 'differences', 'read_config']
 
-# %% ../../nbs/train/50_config.ipynb #1500f7ae
-import ast, math, os
+# %% ../../nbs/train/50_config.ipynb #9ec1ef48
+import ast, math, os, re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from ..core import closest, config_from, config_json, read_json
 
-# %% ../../nbs/train/50_config.ipynb #e84a57a5
-SUITED = dict(libero=dict(n_demos=50, steps_per_task=1000, image_size=64))
+# %% ../../nbs/train/50_config.ipynb #a9eded69
+SUITED = dict(libero=dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std"))
 
 def suited(
     suite # as in `RunConfig`
-)->dict:  # n_demos, steps_per_task, image_size
-    "What suits a suite where the config has 0."
-    while isinstance(suite, dict): suite = suite.get("base")
-    return SUITED.get(str(suite).split("_")[0], dict(n_demos=25, steps_per_task=200, image_size=48))
+)->dict:  # n_demos, steps_per_task, image_size, action_norm
+    "What suits a suite where the config has 0 or nothing."
+    while isinstance(suite, (dict, list, tuple)) and suite: suite = suite.get("base") if isinstance(suite, dict) else suite[0]
+    name = re.split(r"[/@:]", str(suite).rstrip("/").split("@")[0])[-1].lower()   # of a stream, a folder or a repository
+    return SUITED.get(name.split("_")[0], dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max"))
 
-# %% ../../nbs/train/50_config.ipynb #358a6455
+# %% ../../nbs/train/50_config.ipynb #64db880c
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     "Everything that decides what a continual-learning run computes."
@@ -66,7 +67,7 @@ class RunConfig:
     model_kw:dict = field(default_factory=dict) # further arguments of the policy
     chunk:int = 8               # H, actions per prediction, all of them executed
     stats:str = "global"        # statistics from all tasks (global) or frozen after the first (first)
-    state_norm:str = "mean_std"; action_norm:str = "min_max" # normalisation of state and action
+    state_norm:str = "mean_std"; action_norm:str = "" # normalisation of state and action, "" = as suits the suite
     partition:str = "auto"      # how LeRobot data sets become tasks: auto, by_task_index, by_dataset
     task_order:list|None = None # order of the stream, as positions; default as registered
     cycles:int = 1              # how often the stream is gone through
@@ -79,7 +80,7 @@ class RunConfig:
 
     def __post_init__(self):
         for k,v in suited(self.suite).items():
-            if type(x := getattr(self, k)) is int and x == 0: object.__setattr__(self, k, v)
+            if (x := getattr(self, k)) == "" or type(x) is int and x == 0: object.__setattr__(self, k, v)
 
 # %% ../../nbs/train/50_config.ipynb #3eda5f7d
 FREE = ("run_dir", "data_dir", "n_workers", "videos", "machines", "timeout", "detached", "save_every", "save_minutes",

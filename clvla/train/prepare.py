@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEMO_SEED', 'START', 'PATIENCE', 'CHANCES', 'algo_arguments', 'check_replay', 'check_strategy', 'check', 'locked',
-           'demo_dir', 'make_store', 'demo_worker', 'make_all_demos', 'prepare', 'make_processor']
+           'assets_of', 'demo_dir', 'make_store', 'demo_worker', 'make_all_demos', 'prepare', 'make_processor']
 
 # %% ../../nbs/train/54_prepare.ipynb #d9b59495
 import fcntl, importlib, io, re, time
@@ -67,13 +67,13 @@ def check_strategy(
         raise ValueError(f"{parts} ema {cfg.ema} averages whole ones; set ema to 0, or strategy to 'zero2'")
     if cfg.strategy != "ddp": require("deepspeed", "deepspeed")
 
-# %% ../../nbs/train/54_prepare.ipynb #c2338216
+# %% ../../nbs/train/54_prepare.ipynb #8d39fe39
 def check(
     cfg:RunConfig # resolved settings
 )->Stream:        # the stream that they name
     "Look up every name of a config; ValueError says what was probably meant."
     if cfg.model not in policies: raise ValueError(f"unknown model {cfg.model!r}{closest(cfg.model, policies)}")
-    make_policy(cfg.model, cfg.image_size, H=cfg.chunk, head=cfg.head)  # refuses a shape it cannot take
+    make_policy(cfg.model, cfg.image_size, H=cfg.chunk, head=cfg.head, **cfg.model_kw)  # refuses a shape it cannot take
     algo = make_algo(cfg.algo, cfg.seed, **algo_arguments(cfg))
     check_replay(algo, cfg); check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")
@@ -89,6 +89,9 @@ def check(
     if cfg.evaluate != "none" and (lone := [o.id for o in stream.tasks if o.env is None]):
         raise ValueError(f"no environment belongs to {', '.join(lone)}, so they cannot be evaluated; set evaluate to "
                          "'none', or leave them out: suite={'base': ..., 'tasks': [...]}")
+    for o in stream.tasks:
+        needed = o.env and (cfg.evaluate != "none" or not _read(o))
+        if needed and o.env["kind"] == "libero": make_env({**o.env, "task_id": o.id}, cfg.image_size)  # builds nothing
     return stream
 
 # %% ../../nbs/train/54_prepare.ipynb #d39ac7f0
@@ -106,7 +109,17 @@ def locked(
             if on_wait is not None: on_wait()
         yield
 
-# %% ../../nbs/train/54_prepare.ipynb #d837ec91
+# %% ../../nbs/train/54_prepare.ipynb #f27824ae
+def assets_of(
+    env:dict # a task's environment
+)->dict:     # {"assets": 12 hexadecimal digits} for LIBERO, else {}
+    "What a simulator's pictures depend on besides its settings."
+    if env.get("kind") != "libero": return {}
+    from clvla.envs.libero_assets import assets_id, libero_root
+    full = env.get("protocol") == "published" or env.get("visuals") == "full"
+    return dict(assets=assets_id(libero_root(), "full" if full else "lite"))
+
+# %% ../../nbs/train/54_prepare.ipynb #1ca8be71
 DEMO_SEED = 0  # of the demonstrations' noise; the run's seed does not change the data set
 
 def _variant(env:dict)->str:
@@ -143,7 +156,8 @@ def make_store(
     out = _places(task, cfg, stream)[0]
     with locked(out, on_wait):
         if not _read(task):
-            return make_demos(task, make_env, out, cfg.n_demos, DEMO_SEED, cfg.image_size, on_try=on_try)
+            return make_demos(task, make_env, out, cfg.n_demos, DEMO_SEED, cfg.image_size, on_try=on_try,
+                              about=assets_of(task.env))
         if not out.exists(): build(out, lambda path: import_task(task, path, cfg.image_size))
         return import_task(task, out, cfg.image_size)
 

@@ -141,14 +141,16 @@ def _refuse(run):
     run.check_free()
     raise ValueError(f"{run.path} is being written by this process ({os.getpid()}) already; choose another run_dir")
 
-# %% ../../nbs/train/51_run.ipynb #dca6d107
+# %% ../../nbs/train/51_run.ipynb #4b69869c
 def versions()->dict:
     "Versions of Python, the machine and the libraries that can change a number."
     names = ("clvla", "torch", "numpy", "accelerate", "safetensors", "mujoco", "metaworld", "lerobot",
              "peft", "deepspeed")
-    have = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    have = {n.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()
+            if (n := d.metadata["Name"])}
+    libero = {n: have[n] for n in ("hf-libero", "robosuite", "bddl", "numba") if n in have}   # an extra
     return dict(python=sys.version.split()[0], machine=platform.machine(), system=platform.system(),
-                cpus=os.cpu_count(), **{n: have.get(n, "not installed") for n in names})
+                cpus=os.cpu_count(), **{n: have.get(n, "not installed") for n in names}, **libero)
 
 # %% ../../nbs/train/51_run.ipynb #a490cc39
 @patch(as_prop=True)
