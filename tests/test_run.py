@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(data, tmp_path, monkeypatch)
 @pytest.mark.parametrize("given,says", [
     (["-p", "sede", "3"], "did you mean 'seed'?"), (["-p", "algo", "mri"], "did you mean 'mir'?"),
     (["-p", "suite", "mw55"], "did you mean 'mw5'?"), (["-p", "model", "tinny"], "did you mean 'tiny'?"),
-    (["-p", "n_demos", "0"], "n_demos must be above 0"), (["-p", "n_trials", "-1"], "n_trials must be above 0"),
+    (["-p", "n_demos", "-1"], "n_demos must be above 0"), (["-p", "n_trials", "-1"], "n_trials must be above 0"),
 ])
 def test_the_page_refuses_what_it_does_not_know(tmp_path, given, says):
     out = page("run_cl", tmp_path/"page.ipynb", *given, "-p", "run_dir", str(tmp_path/"run"))
