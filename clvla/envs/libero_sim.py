@@ -101,7 +101,7 @@ def seeded(
     try: yield
     finally: np.random.set_state(old)
 
-# %% ../../nbs/envs/65_libero_sim.ipynb #bda1c6a7
+# %% ../../nbs/envs/65_libero_sim.ipynb #d6fd7c17
 def make_domain(
     suite:str,      # as "libero_goal"
     name:str,       # of the task, as "turn_on_the_stove"
@@ -115,9 +115,8 @@ def make_domain(
         from libero.libero import get_libero_path
         from libero.libero.envs.env_wrapper import ControlEnv
         file = Path(get_libero_path("bddl_files"))/suite/f"{name}.bddl"
-        with scene_filter(change), seeded(0):     # it places everything once already
-            return ControlEnv(str(file), use_camera_obs=False, has_offscreen_renderer=draws,
-                              hard_reset=hard_reset, ignore_done=True).env
+        kw = dict(use_camera_obs=False, has_offscreen_renderer=draws, hard_reset=hard_reset, ignore_done=True)
+        with scene_filter(change), seeded(0): return ControlEnv(str(file), **kw).env  # it places everything already
 
 # %% ../../nbs/envs/65_libero_sim.ipynb #f40755d4
 def osc_torques(
@@ -204,7 +203,7 @@ def __call__(self:FusedStep,
     self.domain.cur_time += self.domain.control_timestep; self.domain._post_process()
     return bool(self.domain._check_success())
 
-# %% ../../nbs/envs/65_libero_sim.ipynb #3c6dcfb1
+# %% ../../nbs/envs/65_libero_sim.ipynb #1c813677
 # LIBERO's states per task; steps of settling; the action of settling, gripper open
 N_INIT,SETTLE,NOOP = 50,10,np.array([0, 0, 0, 0, 0, 0, -1.])
 
@@ -226,13 +225,13 @@ class LiberoSim:
         if self.which != tree(root, self.which) and not cell: self.cell = .01   # assets without lighter meshes
         self.init,self.renderers = init_states(suite, name),{}
         self.views,self.seen,self.watch = [],{},True   # (camera, size) that "published" notes as it steps
-        change = None if self.published else state_only if self.blind else \
+        change = state_only if self.blind else None if self.which == "full" else \
             (lambda xml: light(xml, root/"robosuite_lite"))
         if self.published: bind_contexts()
         self.domain = make_domain(suite, name, change, self.published, self.published)
-        m = self.domain.sim.model
-        if self.init.shape[1] != 1+m.nq+m.nv: raise ValueError(f"{suite}, {name}: initial states have {self.init.shape[1]} "
-            f"numbers, this task needs {1+m.nq+m.nv}; they belong to another version of LIBERO: prepare the assets again")
+        m = self.domain.sim.model; n = 1+m.nq+m.nv
+        if (k := self.init.shape[1]) != n: raise ValueError(f"{suite}, {name}: an initial state has {k} numbers and "
+            f"should have {n}; it belongs to another version of LIBERO: prepare the assets again")
         self.home = m.body_pos.copy(),m.body_quat.copy(),m.site_rgba.copy()
 
     @property
@@ -242,16 +241,15 @@ class LiberoSim:
     @property
     def goal(self)->list: return self.domain.parsed_problem["goal_state"]
 
-# %% ../../nbs/envs/65_libero_sim.ipynb #60bc29ff
+# %% ../../nbs/envs/65_libero_sim.ipynb #7e172fb6
 @patch
 def reset(self:LiberoSim,
     trial:int # 0 to 49: LIBERO's own states; from 50 on: drawn by its sampler
 ):
     "Begin a trial: the same start whatever happened before."
-    e,own = self.domain,trial < N_INIT
     if trial < 0: raise ValueError(f"a trial is a number from 0 on; found {trial}")
+    e,m,own = self.domain,self.domain.sim.model,trial < N_INIT
     seed = 0 if own else seed_of("libero", self.suite, self.name, int(trial))%2**32
-    m = e.sim.model
     if not self.published: m.body_pos[:],m.body_quat[:],m.site_rgba[:] = self.home
     for again in range(1 if own else 2):     # what starts inside something needs to know where that stands
         with seeded(seed): self._place(self.published and not again)
@@ -267,14 +265,13 @@ def _place(self:LiberoSim, hard):
     "robosuite's reset; LIBERO's sampler may fail to find places for everything, and is then asked again."
     from robosuite.utils.errors import RandomizationError
     e = self.domain; e.hard_reset = hard
-    if hard:
-        bootstrap(which=self.which); e.object_property_initializers = []
+    if hard: bootstrap(which=self.which); e.object_property_initializers = []
     for _ in range(100):
         try: e.reset(); return
         except RandomizationError: continue
     raise RuntimeError(f"{self.suite}, {self.name}: LIBERO's sampler found no place for its objects in 100 tries")
 
-# %% ../../nbs/envs/65_libero_sim.ipynb #04f70e85
+# %% ../../nbs/envs/65_libero_sim.ipynb #d7726d75
 def axis_angle(
     quat # (4,) w, x, y, z, as MuJoCo has it
 ):       # (3,) axis times angle, radians, angle in [0, 2 pi)
@@ -286,7 +283,7 @@ def axis_angle(
 def feel(self:LiberoSim):
     "The eight numbers now: hand position, metres; axis-angle, radians; two fingers, metres."
     r,d = self.domain.robots[0],self.domain.sim.data
-    fingers = [d.qpos[i] for i in r._ref_gripper_joint_pos_indexes]
+    fingers = d.qpos[r._ref_gripper_joint_pos_indexes]
     return np.concatenate([d.site_xpos[r.eef_site_id], axis_angle(d.get_body_xquat(r.robot_model.eef_name)), fingers])
 
 @patch

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'CLOCK', 'HEAVY', 'BATCH', 'Queue', 'part_of', 'longest', 'batch_gap', 'play', 'queue_pool', 'Arena']
 
-# %% ../../nbs/eval/75_queue.ipynb #73ad25d5
+# %% ../../nbs/eval/75_queue.ipynb #08494cae
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..core import STATE, closest
 from ..envs.pool import EnvPool
 from .metrics import record_key
-from .rollout import Row, act, evaluate, make_eval_pool, record, spec_of
+from .rollout import Row, act, check_envs, evaluate, make_eval_pool, record, spec_of
 
 # %% ../../nbs/eval/75_queue.ipynb #ebe9620a
 class Queue:
@@ -200,7 +200,7 @@ def play(
 CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_opens", "episodes", "steps", "pictures",
          "calls")
 
-# %% ../../nbs/eval/75_queue.ipynb #93f4bf11
+# %% ../../nbs/eval/75_queue.ipynb #e6a2166f
 def queue_pool(
     tasks,            # tasks of a stream
     rows:int=0,       # environments; 0: two for each worker
@@ -212,8 +212,7 @@ def queue_pool(
     **kw              # further arguments of EnvPool
 )->EnvPool:
     "Environments for `play`: a few, whatever the number of tasks."
-    if lone := [t.id for t in tasks if t.env is None]:
-        raise ValueError(f"tasks without an environment cannot be tried: {', '.join(lone)}")
+    check_envs(tasks)
     specs = [spec_of(tasks[i%len(tasks)], cameras) for i in range(rows or 2*n_workers)]
     return EnvPool(specs, n_workers, image_size=image_size, seed=seed, H=H, **kw)
 

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from ..core import closest, config_from, config_json, read_json
 
-# %% ../../nbs/train/50_config.ipynb #a9eded69
-SUITED = dict(libero=dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std"))
+# %% ../../nbs/train/50_config.ipynb #5099997c
+SUITED = {"libero": dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std"),
+          "": dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max")}   # all others
 
 def suited(
     suite # as in `RunConfig`
 )->dict:  # n_demos, steps_per_task, image_size, action_norm
     "What suits a suite where the config has 0 or nothing."
-    while isinstance(suite, (dict, list, tuple)) and suite: suite = suite.get("base") if isinstance(suite, dict) else suite[0]
+    while suite and isinstance(suite, (dict, list, tuple)):
+        suite = suite.get("base") if isinstance(suite, dict) else suite[0]
     name = re.split(r"[/@:]", str(suite).rstrip("/").split("@")[0])[-1].lower()   # of a stream, a folder or a repository
-    return SUITED.get(name.split("_")[0], dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max"))
+    return SUITED.get(name.split("_")[0], SUITED[""])
 
 # %% ../../nbs/train/50_config.ipynb #64db880c
 @dataclass(frozen=True, kw_only=True)
