@@ -59,6 +59,11 @@ def test_pictures_do_not_change_the_physics(suite, name):
     drawn.close()
 
 
+def test_full_meshes_are_those_of_the_published_protocol_and_light_ones_are_fewer():
+    faces = {k: LiberoSim(*TASKS[0], **kw).model.nmeshface for k,kw in dict(lite={}, full=dict(visuals="full"), published=dict(protocol="published")).items()}
+    assert faces["full"] == faces["published"] > 3*faces["lite"]
+
+
 def test_the_start_is_libero_s_own_state():
     "Before settling, the state is the stored one, bit for bit."
     suite,name = TASKS[0]; sim = LiberoSim(suite, name, visuals="none"); seen = []

@@ -33,7 +33,7 @@ def make_batch(B=6, seed=0, task="push"):
 def small(seed=0, head="flow"): return make_policy("tiny", 32, head=head, seed=seed, D=32)
 def settings(**kw):
     return SimpleNamespace(**(dict(model="tiny", image_size=32, chunk=8, head="l1", seed=0, lora_rank=2, lora_alpha=8.,
-                                   init_from="") | kw))
+                                   init_from="", model_kw={}) | kw))
 
 
 def bits(policy, frozen=None):
