@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest
 from clvla.core import np_rng, write_json
-from clvla.eval.compare import cost_table, group, holm, label, paired_table, read_run, read_runs, summary, versus, wide
+from clvla.eval.compare import REPEAT, cost_table, group, holm, label, paired_table, read_run, read_runs, summary, versus, wide
 from clvla.eval.stats import mcnemar
+from clvla.train.config import FREE
 
 ROOT = Path(__file__).resolve().parents[1]; IDS = ["a", "b", "c"]
 
@@ -49,6 +50,39 @@ def test_refusals(runs_dir, tmp_path):
     with pytest.raises(ValueError, match="no folder matches"): read_runs(str(tmp_path/"x*"))
     with pytest.raises(ValueError, match="lacks config.json"): read_run(tmp_path)
     with pytest.raises(ValueError, match="not on the same tasks"): group(runs+[replace(runs[0], task_ids=("z",), config={**runs[0].config, "algo": "x"})])
+
+def test_a_run_that_is_not_at_its_end_is_left_out_and_named(runs_dir):
+    "Its last row is not the others' last row: after one task nothing was forgotten yet."
+    runs = read_runs(f"{runs_dir}/sequential-*"); early = replace(runs[0], records=[r for r in runs[0].records if r["stage"] == 0])
+    assert runs[0].finished and not early.finished
+    only = versus([early], runs, 50); assert (only["seeds"], only["pairs"], only["unfinished"]) == (0, 0, "sequential-s0")
+    two = versus([early, runs[1]], runs, 50); assert (two["seeds"], two["difference"], two["unfinished"]) == (1, 0, "sequential-s0")
+    assert versus(runs, runs, 50)["unfinished"] == ""
+
+
+def test_tasks_that_were_simulated_differently_are_no_pairs(runs_dir):
+    runs = read_runs(f"{runs_dir}/*-s0"); env = dict(kind="libero", max_steps=300)
+    here = [replace(r, envs=dict.fromkeys(IDS, env), config=r.config | dict(suite=k)) for k,r in enumerate(runs)]
+    odd = replace(here[1], envs=here[1].envs | dict(b=env | dict(protocol="published", max_steps=600)))
+    assert len(group(here)) == 3
+    with pytest.raises(ValueError, match=r"simulate b in different ways: max_steps 300 and 600, protocol None and 'published'"):
+        group([here[0], odd, here[2]])
+    assert len(group([here[0], odd, here[2]], ("algo", "suite"))) == 3
+
+
+def test_later_evaluations_are_compared_as_runs_are(runs_dir):
+    for algo in ("er", "sequential"):
+        at = runs_dir/f"{algo}-s0"/"evals"/"lower-0+5-s0"; at.mkdir(parents=True)
+        few = [r for r in map(json.loads, (at.parents[1]/"episodes.jsonl").read_text().splitlines()) if r["trial"] < 5]
+        (at/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in few)); write_json(at/"config.json", dict(n_trials=5))
+    runs = read_runs(f"{runs_dir}/*/evals/*"); p = paired_table(group(runs), "sequential", 50)
+    assert p.pairs.tolist() == [15] and {r.config["algo"] for r in runs} == {"er", "sequential"}
+    with pytest.raises(ValueError, match="differ in evaluation"): group([runs[0], read_run(runs_dir/"er-s1")])
+
+
+def test_what_repetitions_may_differ_in_is_what_computes_nothing():
+    assert set(REPEAT) == {"seed", *FREE}
+
 
 def test_holm(): assert holm([.01, .04, .03, float("nan")])[:3] == pytest.approx([.03, .06, .06])
 

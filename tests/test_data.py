@@ -7,9 +7,8 @@ import torch
 from clvla.core import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID, read_json, write_json
 from clvla.data.demos import FIRST_TRIAL, make_demos, noise_of, recipe, record, record_one
 from clvla.data.frames import FrameStore, check_episode, check_files, chunk_index, reuse_store, write_store
-from clvla.data.lerobot import (camera_map, decode_image, encode_png, episode_list, features, fingerprint,
-                                import_lerobot, import_task,
-                                lerobot_ready, read_lerobot, write_lerobot)
+from clvla.data.lerobot import camera_map, episode_list, fingerprint, import_lerobot, import_task, read_lerobot
+from clvla.data.lerobot_write import decode_image, encode_png, features, lerobot_ready, write_lerobot
 from clvla.data.libero_tasks import SUITE_OF, libero_id, libero_prompt
 from clvla.data.loader import TaskData, TaskLoader
 from clvla.data.stats import (Processor, array_stats, check_stats, compute_stats, modes, read_stats, recompute_stats,
@@ -416,7 +415,7 @@ def test_metaworld_demonstrations(tmp_path):
 # layers
 
 def test_importing_data_is_light():
-    mods = "streams frames stats loader lerobot demos layouts libero_tasks libero_data".split()
+    mods = "streams frames stats loader lerobot_write lerobot demos layouts libero_tasks libero_data".split()
     heavy = ("lerobot","datasets","metaworld","mujoco","av","transformers","pandas")
     code = "import sys\n" + "".join(f"import clvla.data.{m}\n" for m in mods)
     code += f"print([m for m in {heavy} if m in sys.modules])"

@@ -11,7 +11,8 @@ import pytest
 from clvla.core import ACTION, IMAGE, IMAGES, PROMPT, STATE, read_json, write_json
 from clvla.data import libero_data as L
 from clvla.data.layouts import GRIPPERS, PICTURES, axis_angle, check_layout, convert
-from clvla.data.lerobot import fingerprint, import_task, read_lerobot, write_lerobot
+from clvla.data.lerobot import fingerprint, import_task, read_lerobot
+from clvla.data.lerobot_write import write_lerobot
 from clvla.data.libero_tasks import (LIMITS, MAX_STEPS, ORDERS, SUITE_OF, SUITES, libero_id, libero_order, libero_prompt,
                                      libero_task)
 from clvla.data.streams import make_stream, stream_from, stream_json

@@ -51,6 +51,26 @@ def test_a_start_does_not_depend_on_what_was_before(suite, name):
     assert not np.array_equal(rollout(fresh, 5, 0), rollout(fresh, 6, 0))
 
 
+def test_nor_does_it_under_the_published_protocol():
+    "Two tasks of one scene, and one that begins with its stove on: robosuite's list of such things would grow with each reset."
+    suite,name = TASKS[4]; used = LiberoSim(suite, name, protocol="published"); soft = LiberoSim(suite, name, visuals="none")
+    for trial in (100_003, 17): used.reset(trial)
+    for trial in (5, 100_007):
+        a = rollout(LiberoSim(suite, name, protocol="published"), trial, 3)
+        np.testing.assert_array_equal(a, rollout(used, trial, 3))
+        soft.reset(trial); np.testing.assert_array_equal(a[0][:soft.model.nq], soft.data.qpos)
+
+
+def test_what_a_drawn_start_puts_inside_a_drawer_is_inside_it():
+    "The sampler places the bowl where the cabinet stands, not where it stood."
+    suite,name = TASKS[1]; sim = LiberoSim(suite, name, visuals="none"); site = sim.domain.sim.data
+    for trial in (100_000, 100_001, 100_002):
+        sim.reset(trial)
+        bowl,drawer = site.get_body_xpos("akita_black_bowl_1_main"),site.get_site_xpos("wooden_cabinet_1_top_region")
+        assert np.abs(bowl-drawer)[:2].max() < .06, (bowl, drawer)
+    sim.close()
+
+
 @pytest.mark.parametrize("suite,name", TASKS[:4], ids=[s for s,_ in TASKS[:4]])
 def test_pictures_do_not_change_the_physics(suite, name):
     drawn,blind = LiberoSim(suite, name),LiberoSim(suite, name, visuals="none")
@@ -158,18 +178,22 @@ def test_published_and_fast_in_one_process_draw_what_they_draw_alone():
     "robosuite frees and draws in whichever context is bound; here each binds its own."
     make = lambda k, **kw: LiberoEnv(spec(*TASKS[k], **kw), 32)
     alone = []
-    for k in (0, 2): e = make(k, protocol="published"); alone.append(e.reset(0)[IMAGE]); e.close()
+    act = np.tile(np.float32([.5, 0, -.5, 0, 0, 0, 1]), (2, 1))
+    for k in (0, 2): e = make(k, protocol="published"); alone.append((e.reset(0)[IMAGE], e.step_chunk(act)[0][IMAGE])); e.close()
     a,fast,b = make(0, protocol="published"),make(1),make(2, protocol="published")
     for e in (a, fast, b): e.reset(1)
     b.reset(0); fast.reset(0); a.reset(0); fast.reset(1)         # old contexts are thrown away between
-    for e,x in ((a, alone[0]), (b, alone[1])): np.testing.assert_array_equal(e.render(), x)
+    for e,(first,later) in ((b, alone[1]), (a, alone[0])):       # b draws although a's context is younger
+        np.testing.assert_array_equal(e.render(), first)
+        np.testing.assert_array_equal(e.step_chunk(act)[0][IMAGE], later)
     for e in (a, fast, b): e.close()
 
 
-BAD = [(dict(suite="libero_goat"), "did you mean 'libero_goal'"), (dict(suite="libero_100"), "no suite|unknown suite"),
+BAD = [(dict(suite="libero_goat"), "did you mean 'libero_goal'"), (dict(suite="libero_100"), "LIBERO has no suite 'libero_100'"),
        (dict(name="turn_on_the_stoves"), "did you mean 'turn_on_the_stove'"), (dict(protocol="publishd"), "did you mean 'published'"),
        (dict(cameras=["front", "back"]), "cameras are"), (dict(visual="lite"), "did you mean 'visuals'"), (dict(visuals="light"), "did you mean 'lite'"),
-       (dict(protocol="published", visuals="none"), "leave visuals and cell out"), (dict(cell=3.), "edge of a grid")]
+       (dict(protocol="published", visuals="none"), "leave visuals and cell out"), (dict(cell=3.), "edge of a grid"), (dict(cell="0.01"), "found '0.01'"),
+       (dict(visuals="none"), "an environment draws")]
 
 @pytest.mark.parametrize("change,words", BAD, ids=[str(c) for c,_ in BAD])
 def test_bad_input_is_refused_at_the_door(change, words):
@@ -181,7 +205,6 @@ def test_missing_assets_are_found_before_anything_starts(monkeypatch, tmp_path):
     from clvla.train.prepare import check
     cfg = resolve(RunConfig(suite="libero_five", data_dir=str(tmp_path), run_dir=str(tmp_path/"r")))
     assert len(check(cfg).tasks) == 5
-    with pytest.raises(ValueError, match="D' is|no .*'widht'|widht"): check(resolve(RunConfig(model_kw=dict(widht=3))))
     monkeypatch.setenv("CLVLA_LIBERO_ASSETS", str(tmp_path/"nowhere"))
     with pytest.raises(FileNotFoundError, match="nowhere.*clvla-libero"): check(cfg)
     with pytest.raises(FileNotFoundError, match="nowhere"): EnvPool([spec(*TASKS[0])], 1, image_size=32)
@@ -203,13 +226,45 @@ def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
 
 
 def test_other_bad_input():
-    env = LiberoEnv(spec(*TASKS[0], visuals="none"), 32)
     with pytest.raises(ValueError, match="needs a 'suite'"): make_env(dict(kind="libero", name="turn_on_the_stove"))
-    env._load()
-    with pytest.raises(ValueError, match="a trial is a number from 0 on"): env.reset(-1)
-    env.sim.reset(0); env.t,env.ended = 0,False
-    with pytest.raises(ValueError, match="visuals 'none'"): env.render()
-    env.close()
+    with pytest.raises(ValueError, match="needs a 'name'"): LiberoEnv(dict(kind="libero", suite="libero_goal"))
+    sim = LiberoSim(*TASKS[0], visuals="none")
+    with pytest.raises(ValueError, match="a trial is a number from 0 on"): sim.reset(-1)
+    with pytest.raises(ValueError, match="visuals 'none'"): sim.draw()
+    sim.close()
+
+
+def test_instructions_are_those_of_the_data_sets():
+    env = make_env(dict(kind="libero", suite="libero_10", name="KITCHEN_SCENE3_turn_on_the_stove_and_put_the_moka_pot_on_it"))
+    assert env.prompt == "turn on the stove and put the moka pot on it"
+
+
+def test_assets_without_full_meshes_refuse_the_published_protocol_at_the_door(monkeypatch, tmp_path):
+    from clvla.envs.libero_assets import lay_out, libero_root, pointer
+    source = libero_root(); part = tmp_path/"part"; part.mkdir()
+    for top in ("lite", "robosuite_lite", "init_states"):
+        if (source/top).exists(): (part/top).symlink_to(source/top)
+    monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data")); monkeypatch.setenv("CLVLA_LIBERO_ASSETS", str(part))
+    LiberoEnv(spec(*TASKS[0]))
+    for how in (dict(protocol="published"), dict(visuals="full")):
+        with pytest.raises(ValueError, match="has no `full` assets"): LiberoEnv(spec(*TASKS[0], **how))
+
+
+def test_a_start_that_is_refused_is_told_at_once_not_tried_again(monkeypatch, tmp_path):
+    "An environment whose simulator cannot be built, in a worker: the reason comes back as it is, and no worker is lost."
+    setup = tmp_path/"breaks.py"
+    setup.write_text("""
+from clvla.envs import libero
+def refuse(self): raise ValueError("its states belong to another version")
+libero.LiberoEnv._load = refuse
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    with EnvPool([spec(*TASKS[0]), spec(*TASKS[1])], 1, image_size=32, setup="breaks") as pool:
+        pids = [w.proc.pid for w in pool._workers]
+        pool.reset(0, 0)
+        with pytest.raises(ValueError, match="its states belong to another version"):
+            while True: pool.wait()
+        assert [w.proc.pid for w in pool._workers] == pids
 
 
 def test_the_first_thing_that_a_user_does(tmp_path):

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 
 from clvla.core import ACTION, IMAGE, PROMPT, STATE, config_json, read_json, sha256, write_json
 from clvla.data.frames import FrameStore, write_store
-from clvla.data.lerobot import camera_map, decode_image, file_at, fingerprint, import_lerobot, read_lerobot, write_lerobot
+from clvla.data.lerobot import camera_map, file_at, fingerprint, import_lerobot, read_lerobot
+from clvla.data.lerobot_write import decode_image, write_lerobot
 from clvla.data.stats import Processor, compute_stats, read_stats, recompute_stats, write_stats
 from clvla.data.streams import Task, make_stream, stream_from, stream_json
 from clvla.policies.all import load_policy, make_policy

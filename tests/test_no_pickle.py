@@ -15,7 +15,8 @@ import torch
 from clvla.batch import load_state, save_state, write_tensors
 from clvla.core import ACTION, IMAGE, PROMPT, STATE, read_json, write_json
 from clvla.data.frames import FrameStore, write_store
-from clvla.data.lerobot import import_lerobot, write_lerobot
+from clvla.data.lerobot import import_lerobot
+from clvla.data.lerobot_write import write_lerobot
 from clvla.data.stats import Processor, compute_stats, read_stats, write_stats
 from clvla.data.streams import make_stream, stream_from, stream_json
 from clvla.policies.all import load_policy, make_policy

@@ -108,9 +108,24 @@ def test_the_queue_deals_every_episode_once():
         while e := q.take(last): last = e[0]; got.append(e)
         want = [(t, i) for p,(t,i) in enumerate((t, i) for t in PROMPTS for i in range(7)) if p%part[1] == part[0] and (t, i) != ("c", 3)]
         assert sorted(got) == want and len(q) == 0 and sum(a[0] != b[0] for a,b in zip(got, got[1:])) == 4   # one task after the other
-    for bad in ("1", "1/1", "2/1", "-1/2", "a/b", "0/0", "", "0/2/3", None, "1.0/2"):
+    for bad in ("1", "1/1", "2/1", "-1/2", "a/b", "0/0", "", "0/2/3", None, "1.0/2", "0/01", "1/02", "00/2", "0/\u0662"):
         with pytest.raises(ValueError, match="part is 'a/b'"): part_of(bad)
     assert part_of("3/12") == (3, 12) and longest(tasks()) == PROMPTS["c"]
+
+def test_a_hyphen_makes_two_words_and_the_batch_keeps_its_length():
+    "The idle row's instruction is the longest as the tiny policy reads it, so that no neighbour changes the padding."
+    from clvla.policies.tiny import hash_words
+    ts = [NS(id="a", prompt="put it down now ok"), NS(id="b", prompt="pick-up the top-left-most cup"), NS(id="c", prompt="go - - - - - - there")]
+    assert longest(ts) == ts[1].prompt and len(longest(ts).split()) < 5 and len({hash_words([longest(ts), t.prompt]).shape for t in ts}) == 1
+
+def test_an_arena_has_doubts_only_where_place_matters():
+    class Mixed(Guided):
+        def predict_chunk(self, obs, **kw): return super().predict_chunk(obs, **kw)+.01*obs[STATE].mean()
+    p = Mixed(); p.train()
+    with Arena(tasks(), 2, 1, 32, H=4, batch=4, setup="dot_env") as arena:
+        torch.set_num_threads(1); state = torch.get_rng_state()
+        said = [arena.doubt(Guided(), PROC), arena.doubt(p, PROC)]
+    assert said[0] == "" and "another number of workers" in said[1] and "threads 1" in said[1] and p.training and torch.equal(state, torch.get_rng_state())
 
 def test_place_and_neighbours_of_a_policy_that_mixes_rows():
     "A policy that looks at its neighbours is found out."
@@ -187,12 +202,12 @@ def test_parts_made_with_other_assets_are_not_merged(tmp_path, monkeypatch):
     from clvla.train import checkpoint_eval as ce
     from clvla.train.run import RunFolder
     for k,v in dict(weights_of=lambda p: {"weights": "12ab"}, cells_of=lambda *a: (INFO, ["x"]), load_policy=lambda p: Guided(),
-                    processor_of=lambda p: PROC, batch_gap=lambda *a: 0.).items(): monkeypatch.setattr(ce, k, v)
+                    processor_of=lambda p: PROC).items(): monkeypatch.setattr(ce, k, v)
     def begin(kind, assets, part="0/1"):
         monkeypatch.setattr(ce, "assets_of", lambda env: assets if env["kind"] == "libero" else {})
         cfg = ce.EvalConfig(run_dir=str(tmp_path/kind), n_trials=2, part=part); out = RunFolder(tmp_path/kind/"evals"/cfg.name)
         ts = [NS(id="x", prompt="x", env=dict(kind=kind)), NS(id="talk", prompt="talk", env=None)]
-        ce.begin_queue(cfg, out, ["p"], NS(tasks=ts), NS(batch=8, pool=NS(obs={STATE: np.zeros((1, 2), "f4")})), print)
+        ce.begin_queue(cfg, out, ["p"], NS(tasks=ts), NS(batch=8, doubt=lambda *a: ""), print)
         return json.loads((out.path/"plan.json").read_text())
     one,two = dict(assets="1"*12),dict(assets="2"*12)
     assert "assets" not in begin("dot", one) and begin("libero", one, "0/2")["assets"] == {"x": one}
@@ -202,10 +217,10 @@ def test_parts_made_with_other_assets_are_not_merged(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="parts of different evaluations: assets"): begin("libero", one)
 
 def test_own_and_drawn_starts_of_libero_are_not_mixed():
-    from clvla.envs.libero_sim import N_INIT
+    from clvla.envs.libero_states import N_STATES
     from clvla.train.checkpoint_eval import EvalConfig, check_starts
     say = lambda first, n, kind="libero": check_starts(EvalConfig(first_trial=first, n_trials=n), [NS(env=None), NS(env=dict(kind=kind))])
-    assert N_INIT == 50 and say(0, 50) == say(49, 1) == say(0, 51, "metaworld") == "" and "trials 50 to 69 are drawn" in say(50, 20)
+    assert N_STATES == 50 and say(0, 50) == say(49, 1) == say(0, 51, "metaworld") == "" and "trials 50 to 69 are drawn" in say(50, 20)
     for first,n in ((0, 51), (49, 2), (1, 50)):
         with pytest.raises(ValueError, match=f"trials {first} to {first+n-1} mix .*set n_trials to {50-first} or less"): say(first, n)
 
@@ -221,7 +236,21 @@ def test_a_book_is_held_by_one_and_mended(tmp_path):
         assert path.read_bytes() == whole
     path.write_bytes(b"rubbish\n"+whole)
     with pytest.raises(ValueError, match="line 1 is not JSON"): Book(tmp_path, PLAN)
-    with pytest.raises(ValueError, match="belongs to another evaluation, which differs in seed: 7 -> 3"): Book(tmp_path, {**PLAN, "seed": 3})
+    with pytest.raises(ValueError, match="belongs to another evaluation, which differs in seed: 7 -> 3; remove that folder"): Book(tmp_path, {**PLAN, "seed": 3})
+
+def test_a_plan_grows_by_later_stages_only(tmp_path):
+    "And one that was begun before libraries were named goes on without naming them."
+    from clvla.eval.parts import write_plan
+    infos = [(dict(stage=k, after="abc"[k], step=None), list("abc"[:k+1])) for k in range(3)]
+    plan = lambda n, names="xyz", stages=infos, **kw: plan_of(list(names[:n]), stages[:n], range(2), 7, 4, **kw)
+    read = lambda: json.loads((tmp_path/"plan.json").read_text())
+    for n in (1, 2): write_plan(tmp_path, plan(n)); assert read() == plan(n)
+    for bad in (plan(1), plan(3, "qyz"), plan(3, stages=infos[::-1]), plan(2, "xq"), {**plan(3), "seed": 8}, {**plan(3), "part": [0, 2]}):
+        with pytest.raises(ValueError, match="remove that folder"): write_plan(tmp_path, bad)
+        assert read() == plan(2)
+    write_plan(tmp_path, plan(3, torch="2.9", gl="osmesa")); assert read() == plan(3)
+    write_plan(tmp_path/"new", plan(1, torch="2.9", gl="osmesa"))
+    with pytest.raises(ValueError, match="gl: .osmesa. -> .egl.; torch: .2.9. -> .2.10."): write_plan(tmp_path/"new", plan(2, torch="2.10", gl="egl"))
 
 def test_libero_tasks_share_a_slot_and_a_lost_worker_loses_nothing():
     "Two suites in one slot, two cameras; once the other way, with more rows and a worker that is killed: the same episodes."

@@ -111,6 +111,42 @@ def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_pat
     assert fingerprint(cfg.run_dir) == undisturbed(algo=algo, n_trials=2)
 
 
+def in_a_queue(monkeypatch): monkeypatch.setattr("clvla.eval.queue.HEAVY", ("libero", "metaworld"))
+
+
+@pytest.fixture(scope="module")
+def queued(data, tmp_path_factory):
+    "An undisturbed run whose own evaluation is the queue, and what it said; its policy is said to mind its place in a batch."
+    said, asked = [], []
+    with pytest.MonkeyPatch.context() as m:
+        in_a_queue(m); m.setattr("clvla.eval.queue.batch_gap", lambda *a: asked.append(a) or 2.4e-7)
+        run = train_cl(config(data, tmp_path_factory.mktemp("queued")/"run", algo="er", n_trials=4, n_workers=2), said.append)
+    return run, said, asked
+
+
+def test_the_queue_of_a_run_says_once_that_its_schedule_counts(queued):
+    run, said, asked = queued
+    assert len(asked) == 1 and sum("the place in a batch moves this policy's actions by up to 2e-07" in s for s in said) == 1
+    assert len(run.episodes()) == 12 and all("time/policy" in r for r in run.episodes())  # a queue's records
+
+
+@pytest.mark.parametrize("n", [3, 7])
+def test_a_crash_inside_the_queue_of_a_run(data, tmp_path, queued, monkeypatch, n):
+    "With another number of workers afterwards; nothing is said of schedules, for this policy does not mind them."
+    in_a_queue(monkeypatch)
+    cfg, real, said = config(data, tmp_path/"run", algo="er", n_trials=4, n_workers=2), RunFolder.episode, []
+
+    def episode(self, r):
+        real(self, r)
+        if len(self.episodes()) == n: raise Crash
+    with monkeypatch.context() as m:
+        m.setattr(RunFolder, "episode", episode)
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    before = RunFolder(cfg.run_dir).episodes(); assert len(before) == n
+    run = train_cl(replace(cfg, n_workers=1), said.append)
+    assert run.episodes()[:n] == before and fingerprint(run.path) == fingerprint(queued[0].path) and not any("batch" in s for s in said)
+
+
 def test_an_older_checkpoint_will_do(data, tmp_path, undisturbed, monkeypatch):
     "Newer ones are damaged: records that are newer than the whole one are taken out and made again."
     cfg = config(data, tmp_path/"run", algo="er", save_every=1)
@@ -181,9 +217,17 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
     assert (run.path/"checkpoints/LATEST").read_text().strip() == '"001-window-close"'
 
 
-def child(cfg, **env):
+QUEUE = """
+import sys, clvla.eval.queue as q
+from clvla.train.__main__ import main
+from clvla.train.launch import as_child
+q.HEAVY = ("libero", "metaworld"); as_child(lambda: main(sys.argv[1:]))
+"""
+
+
+def child(cfg, start=("-m", "clvla.train"), **env):
     RunFolder(cfg.run_dir).begin(cfg)
-    return subprocess.Popen([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    return subprocess.Popen([sys.executable, *start, cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env=os.environ | env)
 
 
@@ -213,6 +257,17 @@ def test_a_signal_during_evaluation(data, tmp_path, undisturbed):
     n = len(RunFolder(cfg.run_dir).episodes())
     assert 2 <= n < 15+30
     assert child(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == undisturbed(**kw)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_during_the_queue_of_a_run(data, tmp_path, queued, number):
+    cfg = config(data, tmp_path/"run", algo="er", n_trials=4, n_workers=2); records = Path(cfg.run_dir)/"episodes.jsonl"
+    p = child(cfg, ("-c", QUEUE))
+    wait_for(lambda: records.exists() and records.read_bytes().count(b"\n") >= 2)
+    t0 = time.monotonic(); p.send_signal(number)
+    assert p.wait(60) == (EXIT_STOPPED if number == signal.SIGTERM else -number) and time.monotonic()-t0 < 10
+    n = len(RunFolder(cfg.run_dir).episodes(len)); assert 2 <= n < 12
+    assert child(cfg, ("-c", QUEUE)).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(queued[0].path)
 
 
 def test_a_signal_while_demonstrations_are_made(tmp_path):

@@ -1,6 +1,7 @@
 "Whole runs, small: the page and its child, the same seed twice, a stop and a new start, refusals, and what a run leaves behind."
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from types import SimpleNamespace as NS
 import nbformat
 import pytest
 
-from clvla.core import read_json
+from clvla.core import read_json, write_json
 from clvla.train.checkpoint import check_checkpoint, checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.train.job import fingerprint, train_cl
@@ -217,10 +218,15 @@ def test_a_finished_run_is_shown_not_repeated(smoke, data):
 
 
 def test_checkpoints_are_evaluated_afterwards(smoke):
-    "Self-contained: each checkpoint is evaluated with the run's config and data out of reach."
-    out = page("eval_cl", smoke/"eval.ipynb", "-p", "run_dir", str(smoke/"run"), "-p", "n_trials", "1", "-p", "first_trial", "500")
+    "Self-contained: checkpoints, config.json and stream.json are all that there is, in another place; the run's data are out of reach."
+    home = smoke/"elsewhere"; home.mkdir(); shutil.copytree(smoke/"run/checkpoints", home/"checkpoints")
+    cfg = read_json(smoke/"run/config.json") | dict(data_dir=str(smoke/"nowhere"), run_dir=str(smoke/"nowhere"))
+    write_json(home/"config.json", cfg); shutil.copy(smoke/"run/stream.json", home)   # the page's figures read the order
+    out = page("eval_cl", smoke/"eval.ipynb", "-p", "run_dir", str(home), "-p", "n_trials", "1", "-p", "first_trial", "500",
+               env={"CLVLA_DATA": str(smoke/"nowhere")})
     assert out.returncode == 0, out.stderr[-3000:]
-    records = RunFolder(smoke/"run/evals/lower-500+1-s0").episodes()
+    assert not (smoke/"nowhere").exists() and {p.name for p in home.iterdir()} <= {"checkpoints", "config.json", "stream.json", "evals"}
+    records = RunFolder(home/"evals/lower-500+1-s0").episodes()
     assert {(r["stage"], r["task"], r["trial"]) for r in records} == {(0, "handle-press", 500), (1, "handle-press", 500), (1, "window-close", 500)}
 
 
@@ -264,3 +270,22 @@ def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatc
     there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
     assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "metaworld")] == ["1"]*5+["not installed"]
     there("torch"); assert not {"hf-libero", "robosuite", "bddl", "numba"} & set(versions())
+
+
+def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monkeypatch):
+    "GL backend and LIBERO's assets among them; a folder from before they were noted notes them now."
+    import clvla.train.job as job
+    run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
+    monkeypatch.setattr("clvla.train.run.versions", lambda: now); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "12ab"} if env else {})
+    begun = NS(run=run, stream=NS(tasks=[NS(env=dict(kind="libero")), NS(env=None)]), say=said.append)
+    write_json(tmp_path/"versions.json", dict(torch="2.9"))   # as written before
+    job.other_versions(begun); assert not said and read_json(tmp_path/"versions.json") == dict(torch="2.9", gl="osmesa", assets="12ab")
+    now = dict(torch="2.9", gl="egl"); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "34cd"} if env else {})
+    job.other_versions(begun); assert "gl osmesa -> egl, assets 12ab -> 34cd" in said[0] and read_json(tmp_path/"versions.json")["gl"] == "osmesa"
+
+
+def test_looking_at_the_gl_backend_chooses_none(monkeypatch):
+    from clvla.train.run import gl_now
+    for k in ("MUJOCO_GL", "LP_NUM_THREADS"): monkeypatch.delenv(k, raising=False)
+    assert gl_now() in ("osmesa", "egl") and not {"MUJOCO_GL", "LP_NUM_THREADS"} & set(os.environ)
+    monkeypatch.setenv("MUJOCO_GL", "crayons"); assert gl_now() == "none" and os.environ["MUJOCO_GL"] == "crayons"

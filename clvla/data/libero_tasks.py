@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPATIAL', 'OBJECT', 'GOAL', 'K', 'L', 'S', 'LONG', 'NINETY', 'SUITES', 'SUITE_OF', 'NO_SUITE', 'SAME', 'MAX_STEPS',
-           'LIMITS', 'ORDERS', 'check_suite', 'libero_prompt', 'libero_id', 'libero_task', 'libero_order']
+           'LIMITS', 'UNDEMONSTRATED', 'ORDERS', 'check_suite', 'libero_prompt', 'libero_id', 'libero_task',
+           'libero_order']
 
 # %% ../../nbs/data/09_libero_tasks.ipynb #9aab65ae
 import re
@@ -194,6 +195,20 @@ def libero_task(
     if limits not in LIMITS: raise ValueError(f"nobody's step limits are called {limits!r}{closest(limits, LIMITS)}")
     env = dict(kind="libero", suite=suite, name=name, max_steps=LIMITS[limits][suite])
     return Task(libero_id(name), name, libero_prompt(name), env, dict(kind="demos"))
+
+# %% ../../nbs/data/09_libero_tasks.ipynb #1339bd1e
+UNDEMONSTRATED = tuple("""
+KITCHEN_SCENE6_put_the_yellow_and_white_mug_in_the_microwave_and_close_it KITCHEN_SCENE6_close_the_microwave
+KITCHEN_SCENE7_open_the_microwave KITCHEN_SCENE1_open_the_bottom_drawer_of_the_cabinet
+KITCHEN_SCENE4_close_the_bottom_drawer_of_the_cabinet_and_open_the_top_drawer
+KITCHEN_SCENE5_put_the_ketchup_in_the_top_drawer_of_the_cabinet
+KITCHEN_SCENE9_put_the_frying_pan_on_the_cabinet_shelf KITCHEN_SCENE9_put_the_frying_pan_under_the_cabinet_shelf
+STUDY_SCENE1_pick_up_the_book_and_place_it_in_the_front_compartment_of_the_caddy
+STUDY_SCENE2_pick_up_the_book_and_place_it_in_the_front_compartment_of_the_caddy
+STUDY_SCENE3_pick_up_the_book_and_place_it_in_the_front_compartment_of_the_caddy
+STUDY_SCENE4_pick_up_the_book_in_the_middle_and_place_it_on_the_cabinet_shelf
+STUDY_SCENE4_pick_up_the_book_on_the_right_and_place_it_on_the_cabinet_shelf
+STUDY_SCENE4_pick_up_the_book_on_the_right_and_place_it_under_the_cabinet_shelf""".split())
 
 # %% ../../nbs/data/09_libero_tasks.ipynb #45ae1229
 ORDERS = ("0123456789 4687312095 6350429187 7430812596 4563802719 1230695748 3781629405 4297685130 1854096723 "

@@ -261,8 +261,8 @@ def _auto(paths:list)->list:
 
 partitions = Registry("partition", auto=_auto, by_task_index=by_task_index, by_dataset=by_dataset)
 
-# %% ../../nbs/data/10_streams.ipynb #0f0bf481
-INLINE = dict(base=(str, list, tuple, dict, type(Path()), Stream), name=str, num_tasks=int, tasks=LIST,
+# %% ../../nbs/data/10_streams.ipynb #7f954ac4
+INLINE = dict(base=(str, list, tuple, dict, type(Path()), Stream), name=str, num_tasks=int, tasks=LIST, without=LIST,
               task_order=(*LIST, NONE), cycles=int, partition=str, env=dict, libero=(dict, bool))
 
 def _pick(s:Stream, i)->Task:
@@ -278,13 +278,14 @@ def with_env(
     if task.env is None: raise ValueError(f"task {task.id!r} has no environment whose entries could be set")
     if fixed := [k for k in ("kind", "suite", "name") if k in env]:
         raise ValueError(f"env sets {fixed}, which say what task {task.id!r} is; choose another task instead")
-    return replace(task, env={**task.env, **env})
+    return replace(task, env={**task.env, **{k: list(v) if isinstance(v, tuple) else v for k,v in env.items()}})
 
 def _inline(d:dict, partition:str)->Stream:
     "A stream described by a dict."
     entries(d, INLINE, "an inline stream", "'base' is a registered name or folders", [k for k in INLINE if k != "base"])
     base = make_stream(d["base"], partition=d.get("partition", partition), libero=d.get("libero"))
-    tasks = [_pick(base, i) for i in d.get("tasks", base.ids)]
+    tasks,out = [_pick(base, i) for i in d.get("tasks", base.ids)],{_pick(base, i).id for i in d.get("without", ())}
+    tasks = [o for o in tasks if o.id not in out]
     if "env" in d: tasks = [with_env(o, d["env"]) for o in tasks]
     n = d.get("num_tasks", len(tasks))
     if not 1 <= n <= len(tasks): raise ValueError(f"num_tasks must lie in 1..{len(tasks)} for {base.name!r}, found {n}")

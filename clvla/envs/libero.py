@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['ENTRIES', 'LiberoEnv']
 
-# %% ../../nbs/envs/68_libero.ipynb #dd9518e2
+# %% ../../nbs/envs/68_libero.ipynb #ae3909e0
 import numpy as np
 from fastcore.basics import patch
 from ..core import closest
+from ..data.libero_tasks import libero_prompt
 from .base import Env
-from .libero_assets import check_versions, libero_root
-from .libero_sim import CAMERAS, NOOP, LiberoSim, check_task
+from .libero_assets import check_versions, libero_root, tree
+from .libero_sim import CAMERAS, NOOP, LiberoSim, check_task, folder_of
 
-# %% ../../nbs/envs/68_libero.ipynb #8b1e541e
+# %% ../../nbs/envs/68_libero.ipynb #656e658f
 ENTRIES = ("kind", "suite", "name", "task_id", "prompt", "max_steps", "cameras", "protocol", "visuals", "cell")
 
 class LiberoEnv(Env):
@@ -24,14 +25,16 @@ class LiberoEnv(Env):
         image_size:int=128,  # height and width of a picture, pixels
         seed:int=0           # of no effect: a start is a function of suite, task and trial
     ):
-        if "suite" not in spec: raise ValueError(f"a LIBERO environment needs a 'suite'; found {sorted(spec)}")
+        for k in ("suite", "name"):
+            if k not in spec: raise ValueError(f"a LIBERO environment needs a {k!r}; found {sorted(spec)}")
         for k in spec:
             if k not in ENTRIES: raise ValueError(f"a LIBERO environment has no entry {k!r}{closest(k, ENTRIES)}")
-        super().__init__({"max_steps": 600, "prompt": spec["name"].replace("_", " "), **spec}, image_size, seed)
         self.suite,self.how = spec["suite"],{k: spec[k] for k in ("protocol", "visuals", "cell") if k in spec}
+        check_task(self.suite, spec["name"], **self.how)
+        if spec.get("visuals") == "none": raise ValueError("an environment draws: visuals 'none' is for LiberoSim")
+        check_versions(); tree(libero_root(), folder_of(**self.how))    # now, not in a worker at its first episode
+        super().__init__({"max_steps": 600, "prompt": libero_prompt(spec["name"]), **spec}, image_size, seed)
         self.sim,self.left = None,0
-        check_task(self.suite, self.name, **self.how)
-        check_versions(); libero_root()    # now, not in a worker at its first episode
 
     def reset(self, trial:int, out=None):
         if self.sim is None: self._load()

@@ -64,7 +64,7 @@ class _Envs(dict):
         env.obs,self[i] = timed,env
         return found
 
-# %% ../../nbs/envs/63_pool.ipynb #8192de6e
+# %% ../../nbs/envs/63_pool.ipynb #9abb58ac
 def worker(
     sock,      # to the pool
     mem_fd:int # the shared memory
@@ -76,12 +76,10 @@ def worker(
     send(sock, about={i: envs.open(int(i), spec) for i,spec in cfg["specs"].items()})
     if (layout := recv(sock)) is None: return
     mem,like = slab_arrays(mem_fd, layout["fields"]),layout["like"]
-    while cmd := recv(sock):
-        done = _serve(mem, envs, cmd, like)
-        send(sock, slot=cmd["slot"], seq=cmd["seq"], **done); trim()
+    while cmd := recv(sock): send(sock, slot=cmd["slot"], seq=cmd["seq"], **_serve(mem, envs, cmd, like)); trim()
     for e in envs.values(): e.close()
 
-# %% ../../nbs/envs/63_pool.ipynb #78e015d1
+# %% ../../nbs/envs/63_pool.ipynb #8d3a4657
 def _serve(mem, envs, cmd, like):
     "Carry out one command in the shared memory; what is to be told besides."
     i,t0,envs.drawn = cmd["slot"],time.perf_counter(),0.
@@ -90,7 +88,10 @@ def _serve(mem, envs, cmd, like):
         except Exception as e: return dict(refused=report(e))
     env = envs[i]; out = {IMAGES+c: mem[IMAGES+c][i] for c in env.cameras}
     into = out if len(out) > 1 else out[IMAGE]
-    if "trial" in cmd: obs,r,flags,n = env.reset(cmd["trial"], into),0.,(0,0,0),0
+    if "trial" in cmd:
+        try: obs,r,flags,n = env.reset(cmd["trial"], into),0.,(0,0,0),0
+        except (ValueError, ImportError, FileNotFoundError) as e:   # it would fail again in another process
+            envs.pop(i).close(); return dict(refused=report(e))
     else: obs,r,*flags,n = env.step_chunk(mem["action"][i,:cmd["n"]].copy(), into)
     for k in out: mem[k][i] = obs[k]
     mem[STATE][i,:env.state_dim] = obs[STATE]

@@ -5,19 +5,20 @@
 # %% auto #0
 __all__ = ['PARTS', 'CLOCK', 'HEAVY', 'BATCH', 'Queue', 'part_of', 'longest', 'batch_gap', 'play', 'queue_pool', 'Arena']
 
-# %% ../../nbs/eval/75_queue.ipynb #08494cae
+# %% ../../nbs/eval/75_queue.ipynb #5419bcd4
 import time
 from collections import deque
 from dataclasses import dataclass
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..core import STATE, closest
+from ..core import IMAGES, STATE, closest, np_rng
 from ..envs.pool import EnvPool
 from .metrics import record_key
 from .rollout import Row, act, check_envs, evaluate, make_eval_pool, record, spec_of
+from ..policies.tiny import word_ids
 
-# %% ../../nbs/eval/75_queue.ipynb #ebe9620a
+# %% ../../nbs/eval/75_queue.ipynb #555f55d7
 class Queue:
     "Episodes to come, by task."
     def __init__(self,
@@ -43,14 +44,16 @@ def part_of(
 )->tuple:    # (a, b)
     "Which share of the episodes is meant; ValueError for one that cannot be."
     a,_,b = str(text).partition("/")
-    if not (a.isdecimal() and b.isdecimal() and int(a) < int(b)):
-        raise ValueError(f"part is 'a/b', share a of b with a counted from 0 and below b, as in '0/4'; found {text!r}")
+    plain = a.isdecimal() and b.isdecimal() and str(text) == f"{int(a)}/{int(b)}"  # '0/04' would be another folder
+    if not (plain and int(a) < int(b)):
+        raise ValueError("part is 'a/b', share a of b with a counted from 0 and below b, without leading zeros, as in "
+                         f"'0/4'; found {text!r}")
     return int(a),int(b)
 
-# %% ../../nbs/eval/75_queue.ipynb #597572e1
+# %% ../../nbs/eval/75_queue.ipynb #4d143d8d
 def longest(tasks)->str:
-    "The instruction with most words, and of those the one with most letters."
-    return max((t.prompt for t in tasks), key=lambda p: (len(p.split()), len(p)))
+    "The instruction with most words, as the tiny policy counts them, and of those the one with most letters."
+    return max((t.prompt for t in tasks), key=lambda p: (len(word_ids(p, 2)), len(p)))
 
 class _Idle:
     "A row without an episode, which keeps the batch's shape."
@@ -158,7 +161,7 @@ def run(self:_Table):
         for i in sorted(self.over): self.deal(i)
         if go := (sorted if self.fixed else list)(self.came)[:self.batch]: self.move(go)   # first come, first served
 
-# %% ../../nbs/eval/75_queue.ipynb #9f9e69b5
+# %% ../../nbs/eval/75_queue.ipynb #f1b4151e
 def play(
     policy,          # a policy; its H is at most the pool's
     processor,       # normalises observations, un-normalises actions
@@ -173,11 +176,11 @@ def play(
     actions:dict=None, # if a dict, (task id, trial) -> (n,A) executed actions are put there, for films
     part=(0,1),      # share of the episodes, number a of b
     on_round=None,   # called before each policy call, and while simulators keep us waiting; may raise
-    batch:int=8,     # rows of a policy call; decides the last bits of a result, and nothing else does
+    batch:int=8,     # rows of a policy call; decides last bits; where `batch_gap` is 0, nothing else here does
     cameras=None,    # names; None: those that each environment's spec says
     clock:dict=None  # if a dict, seconds and counts of what was done are added up there
 )->list:             # the new records, by task and trial
-    "Try the policy on all episodes of our share; same seed, same records, whatever the schedule."
+    "Try the policy on all episodes of our share; same seed, same records, whatever the schedule if `batch_gap` is 0."
     done,order,records = set(done),[t.id for t in tasks],[]
     for j in ids or []:
         if j not in order: raise ValueError(f"no task {j!r}{closest(j, order)}")
@@ -257,3 +260,17 @@ class Arena:
     def __exit__(self, *exc): self.close()
     def close(self):
         if self.pool is not None: self.pool.close()
+
+# %% ../../nbs/eval/75_queue.ipynb #af263673
+@patch
+def doubt(self:Arena, policy, processor)->str:
+    "What has to be said when this policy's actions depend on a queue's schedule, or \"\"."
+    if not self.batch: return ""   # every row has its place, for ever
+    rng,was_training = np_rng(0, "gap"),policy.training; draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), "u1")
+    obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)
+           for k,v in self.pool.obs.items()}
+    try: gap = batch_gap(policy.train(False), processor, obs, self.tasks, self.batch)
+    finally: policy.train(was_training)
+    return gap and (f"the place in a batch moves this policy's actions by up to {gap:.0e}: with another number of "
+                    "workers, in parts, or after a break the same episodes can end differently. Where it is the "
+                    "rounding of a CPU, threads 1 helps") or ""

@@ -4,31 +4,32 @@
 
 # %% auto #0
 __all__ = ['EvalConfig', 'check_eval', 'points_of', 'check_starts', 'begin_eval', 'read_eval_config', 'weights_of', 'cells_of',
-           'parts_of', 'gather', 'eval_cl', 'arena_of', 'begin_queue', 'processor_of', 'try_checkpoint']
+           'stack_of', 'parts_of', 'gather', 'device_of', 'batch_of', 'left_out', 'eval_cl', 'clocked', 'arena_of',
+           'begin_queue', 'processor_of', 'try_checkpoint']
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #450e3ee1
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #c96652a7
 import os, time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-import numpy as np
 import torch
-from ..core import IMAGES, config_from, config_json, np_rng, read_json, write_json
+from ..core import config_from, config_json, read_json, write_json
 from ..data.stats import Processor
 from ..data.streams import stream_from
 from ..envs.libero_states import N_STATES
 from ..eval.metrics import record_key
-from ..eval.parts import merge, plan_of, shares, write_plan
-from ..eval.queue import BATCH, Arena, batch_gap, part_of
+from ..eval.parts import difference, merge, plan_of, shares, write_plan
+from ..eval.queue import BATCH, Arena, part_of
 from ..policies.all import load_policy
 from .checkpoint import check_checkpoint, checkpoints, read_manifest
 from .config import read_config
 from .job import POOL_SEED
 from .launch import emit
 from .prepare import assets_of
-from .run import RunFolder
+from .run import RunFolder, versions
 from .stop import StopFlag
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #da05408a
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #afbc4bb6
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     "What an evaluation of a run's checkpoints computes."
@@ -38,7 +39,7 @@ class EvalConfig:
     evaluate:str = "lower"   # cells: lower (tasks seen so far) or full (all)
     last_only:bool = False   # the last checkpoint only
     seed:int = 0             # of the policy's noise
-    n_workers:int = 0        # simulator processes, 0 = one per core; never changes a result
+    n_workers:int = 0        # simulator processes, 0 = one per core; no result changes, or it is said that one may
     rows_per_task:int = 2    # episodes of one task under way at the same time, where tasks have rows of their own
     part:str = "0/1"         # which share of the episodes is played here, number a of b
     batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for LIBERO and for parts, else none
@@ -46,6 +47,9 @@ class EvalConfig:
     @property
     def name(self)->str:
         return self.whole + (f"-part{self.part.replace('/', 'of')}" if self.part != "0/1" else "")
+
+    @property
+    def folder(self)->Path: return Path(self.run_dir)/"evals"/self.name
 
     @property
     def whole(self)->str: # name of the evaluation that the parts belong to
@@ -88,17 +92,18 @@ def check_starts(
                          f"first_trial to {N_STATES} or more")
     return f"trials {first} to {first+n-1} are drawn starts, not LIBERO's own {N_STATES}"
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #fd0413c6
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #79359695
 def begin_eval(
     cfg:EvalConfig # checked settings
 )->Path:           # folder of the evaluation
     "Write the evaluation's config; an existing one must be the same."
-    path = Path(cfg.run_dir)/"evals"/cfg.name
+    path = cfg.folder
     if (path/"config.json").exists():
         old,new = config_json(EvalConfig()) | read_json(path/"config.json"),config_json(cfg)
         if diff := [f"{k}: {old.get(k)!r} -> {v!r}" for k,v in new.items()
                     if k not in ("n_workers", "run_dir") and old.get(k) != v]:
-            raise ValueError(f"{path} belongs to another evaluation: {'; '.join(diff)}")
+            raise ValueError(f"{path} belongs to another evaluation: {'; '.join(diff)}; evaluate with its settings, or "
+                             "remove that folder")
     RunFolder(path).check_free()
     write_json(path/"config.json", config_json(cfg))
     return path
@@ -112,7 +117,7 @@ def read_eval_config(
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
     return replace(config_from(EvalConfig, read_json(path)), run_dir=str(run_dir))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #abf2fc90
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #05977460
 def weights_of(
     path   # a checkpoint's folder
 )->dict:   # file -> sha256 of everything that decides the policy's actions
@@ -126,6 +131,12 @@ def cells_of(cfg:EvalConfig, path:Path, stream)->tuple:
     upto = len(ids) if cfg.evaluate == "full" or at["name"] == "joint" else at["t"]+1
     return dict(stage=at["t"], after=at["name"], step=None),list(dict.fromkeys(ids[:upto]))
 
+def stack_of(stream, device:str)->dict: # values for a plan
+    "Versions and devices that decide the last bits of a stream's episodes."
+    kinds,have = {t.env["kind"] for t in stream.tasks if t.env},versions()
+    names = ["torch", *["mujoco", "gl"]*bool(kinds & {"metaworld", "libero"}), *["robosuite"]*("libero" in kinds)]
+    return {k: have.get(k, "not installed") for k in names} | dict(device=device)
+
 def parts_of(cfg:EvalConfig)->list:
     "Folders of the shares that were begun, for the whole alone."
     found = (Path(cfg.run_dir)/"evals").glob(f"{cfg.whole}-part*of*/plan.json")
@@ -137,14 +148,42 @@ def gather(out:RunFolder, cfg:EvalConfig, plan:dict)->int:
     for p in parts_of(cfg): by_size.setdefault(p.name.rpartition("of")[2], []).append(p)
     for same in by_size.values():
         got = merge(same)
-        if diff := [k for k in plan if plan[k] != got.plan.get(k)]:
-            raise ValueError(f"{same[0]} differs from this evaluation in {', '.join(diff)}; remove it, or evaluate the "
-                             "run that it belongs to")
+        if diff := difference(got.plan, plan):
+            raise ValueError(f"{same[0]} differs from this evaluation in {diff}; remove it, or evaluate the run that "
+                             "it belongs to, with what it was played with")
         for r in got.records:
             if record_key(r) not in have: out.episode(r); have.add(record_key(r))
     return len(have)-before
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #366682b6
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #67cdd015
+def device_of(
+    device:str, # of the run: auto, cpu or cuda
+    say=print   # told when it is not to be had
+)->str:         # cpu or cuda
+    "Where a run's policy is tried."
+    if device != "cpu" and torch.cuda.is_available(): return "cuda"
+    if device == "cuda": say("the run's device is 'cuda', and torch finds no GPU here: its checkpoints are tried on "
+                             "the CPU; actions differ in their last bits, and it takes longer")
+    return "cpu"
+
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #e7c5e7a7
+def batch_of(
+    cfg:EvalConfig # settings
+)->int:            # rows of a policy call in a queue; 0: the arena chooses by its tasks
+    "What has been asked for or begun, whatever other folders have come or gone."
+    if cfg.batch or (cfg.folder/"plan.json").exists(): return cfg.batch or BATCH
+    return BATCH if parts_of(cfg) and not RunFolder(cfg.folder).episodes(lambda line: None) else 0
+
+def left_out(
+    cfg:EvalConfig, # settings
+    arena:Arena
+)->str:             # what has to be said, or ""
+    "That there are parts which a whole with rows for each task does not take in, and how it would."
+    if arena.batch or not (found := parts_of(cfg)): return ""
+    return (f"{cfg.folder} was begun with rows for each task and goes on so; {', '.join(p.name for p in found)} beside "
+            f"it are not taken in. To put them together instead, remove {cfg.folder}")
+
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #56dfde90
 def eval_cl(
     cfg:EvalConfig, # settings
     say=print       # told what happens
@@ -152,53 +191,63 @@ def eval_cl(
     "Evaluate a run's checkpoints; continues an evaluation that was interrupted."
     cfg = check_eval(cfg); out = RunFolder(begin_eval(cfg))
     run = read_config(cfg.run_dir); torch.set_num_threads(run.threads)
-    points,stream = points_of(cfg)
+    points,stream = points_of(cfg); device = device_of(run.device, say)
     if word := check_starts(cfg, stream.tasks): say(word)
     with out.lock(), StopFlag() as flag:
         out.clean(); out.begin_again()
         for path in points:
             if bad := check_checkpoint(path): raise ValueError(f"checkpoint {path} is not whole: {'; '.join(bad)}")
         with arena_of(cfg, run, stream) as arena:
-            if arena.batch: begin_queue(cfg, out, points, stream, arena, say)
-            for path in points: try_checkpoint(cfg, path, stream, arena, out, say, flag.check)
-            if arena.clock.get("episodes"):
-                write_json(out.path/"clock.json", dict(arena.clock, n_workers=arena.n_workers))
-                say(", ".join(f"{k} {v:.0%}" for k,v in shares(arena.clock, arena.n_workers).items())+" of the time")
+            if word := left_out(cfg, arena): say(word)
+            if arena.batch: begin_queue(cfg, out, points, stream, arena, say, device)
+            if changed := out.other_versions(device=device): say(f"since this evaluation began, {changed}")
+            with clocked(out, arena, say):
+                for path in points: try_checkpoint(cfg, path, stream, arena, out, say, flag.check, device)
     return out
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #62646df2
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #7ae8be5b
+@contextmanager
+def clocked(out:RunFolder, arena:Arena, say=print):
+    "Add what a queue does in a `with` block to the folder's `clock.json`, and say what its time went on."
+    path,clock,now = out.path/"clock.json",arena.clock,arena.n_workers
+    old = read_json(path) if arena.batch and path.exists() else {}
+    n,wall = old.pop("n_workers", now),old.get("wall", 0); clock.update(old)
+    try: yield
+    finally:
+        if clock.get("wall", 0) > wall:
+            mean = (n*wall+now*(clock["wall"]-wall))/clock["wall"]
+            write_json(path, dict(clock, n_workers=now if n == now else mean))
+            say(", ".join(f"{k} {v:.0%}" for k,v in shares(clock, mean).items())+" of the time")
+
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #c3aa3f19
 def arena_of(cfg:EvalConfig, run, stream)->Arena:
     "The simulators of an evaluation."
     return Arena(stream.tasks, cfg.rows_per_task, cfg.n_workers or os.cpu_count() or 1, run.image_size, POOL_SEED,
-                 run.chunk, batch=cfg.batch or (BATCH if parts_of(cfg) else 0), part=part_of(cfg.part))
+                 run.chunk, batch=batch_of(cfg), part=part_of(cfg.part))
 
-def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Arena, say):
+def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Arena, say, device="cpu"):
     "Write the plan of a queue, take in what its parts have done, and say whether schedules can differ."
     assets = {t.id: a for t in stream.tasks if t.env and (a := assets_of(t.env))}
     plan = plan_of([weights_of(p) for p in points], [cells_of(cfg, p, stream) for p in points],
                    range(cfg.first_trial, cfg.first_trial+cfg.n_trials), cfg.seed, arena.batch, part_of(cfg.part),
-                   **({"assets": assets} if assets else {}))
+                   **({"assets": assets} if assets else {}), **stack_of(stream, device))
     if not (out.path/"plan.json").exists() and out.episodes():
-        raise ValueError(f"{out.path} was begun with rows for each task, and this would go on as a queue; evaluate it "
-                         "to its end as it was begun, or remove it")
+        raise ValueError(f"{out.path} has records and no plan.json, so it was begun with rows for each task, and this "
+                         "would go on as a queue; remove that folder to begin anew")
     write_plan(out.path, plan)
     if n := gather(out, cfg, plan): say(f"{n} episodes were played in parts")
-    rng = np_rng(0, "gap"); draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), dtype="u1")
-    obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)
-           for k,v in arena.pool.obs.items()}
-    gap = batch_gap(load_policy(points[-1]).train(False), processor_of(points[-1]), obs, stream.tasks, arena.batch)
-    if gap: say(f"the place in a batch moves this policy's actions by up to {gap:.0e}: schedules may differ")
+    if word := arena.doubt(load_policy(points[-1]).to(device), processor_of(points[-1])): say(word)
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #81a90a7c
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #7aed6a0b
 def processor_of(
     path # a checkpoint's folder
 )->Processor:
     "The processor that a checkpoint's policy was trained with."
     return Processor.from_json(read_json(path/"processor.json"), path/"processor.json")
 
-def try_checkpoint(cfg:EvalConfig, path:Path, stream, arena:Arena, out:RunFolder, say, on_round=None):
+def try_checkpoint(cfg:EvalConfig, path:Path, stream, arena:Arena, out:RunFolder, say, on_round=None, device="cpu"):
     "Evaluate one checkpoint and record its episodes."
-    policy,processor,old = load_policy(path),processor_of(path),out.episodes()
+    policy,processor,old = load_policy(path).to(device),processor_of(path),out.episodes()
     (info,tasks),(a,b),t0 = cells_of(cfg, path, stream),part_of(cfg.part),time.monotonic()
     total = len(range(a, len(tasks)*cfg.n_trials, b)); got = [r for r in old if r["stage"] == info["stage"]]
     def note(r):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from ..core import closest, config_from, config_json, read_json
 
-# %% ../../nbs/train/50_config.ipynb #5099997c
+# %% ../../nbs/train/50_config.ipynb #5e4d3b17
 SUITED = {"libero": dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std"),
           "": dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max")}   # all others
 
@@ -22,7 +22,8 @@ def suited(
     "What suits a suite where the config has 0 or nothing."
     while suite and isinstance(suite, (dict, list, tuple)):
         suite = suite.get("base") if isinstance(suite, dict) else suite[0]
-    name = re.split(r"[/@:]", str(suite).rstrip("/").split("@")[0])[-1].lower()   # of a stream, a folder or a repository
+    # the last part of a stream's, a folder's or a repository's name
+    name = re.split(r"[/@:]", str(suite).rstrip("/").split("@")[0])[-1].lower()
     return SUITED.get(name.split("_")[0], SUITED[""])
 
 # %% ../../nbs/train/50_config.ipynb #64db880c

@@ -6,7 +6,7 @@
 __all__ = ['POOL_SEED', 'Job', 'documents', 'save', 'restore', 'other_versions', 'halt', 'firsts', 'cells', 'work', 'train_cl',
            'fingerprint']
 
-# %% ../../nbs/train/56_job.ipynb #a97775d8
+# %% ../../nbs/train/56_job.ipynb #ececeb4e
 import hashlib, json, shutil, time
 from pathlib import Path
 import torch
@@ -25,8 +25,8 @@ from ..policies.base import load_weights, read_lora, save_base, save_policy
 from .checkpoint import checkpoints, clean, latest_checkpoint, load_checkpoint, prune, save_checkpoint
 from .config import RunConfig, resolve
 from .launch import emit, explain
-from .prepare import algo_arguments, check, make_processor, prepare
-from .run import Cost, RunFolder, append_jsonl, keep_records, versions
+from .prepare import algo_arguments, assets_of, check, make_processor, prepare
+from .run import Cost, RunFolder, append_jsonl, keep_records
 from .stop import StopFlag, Stopped
 from .trainer import Trainer, make_accelerator
 
@@ -156,7 +156,7 @@ def newest(self:Job)->Path|None:
         name = bytes(broadcast(text).tolist()).rstrip(b"\0").decode()
     return root/name if name else None
 
-# %% ../../nbs/train/56_job.ipynb #1e131cd3
+# %% ../../nbs/train/56_job.ipynb #4df85fb7
 def restore(job:Job, path:Path|None):
     "Set trainer, generators and records to a checkpoint, or to the beginning; ValueError when the data are others."
     tr,run,cfg = job.trainer,job.run,job.cfg
@@ -178,15 +178,16 @@ def restore(job:Job, path:Path|None):
             if record_key(r) not in have: run.episode(r)
         keep_records(run.path/"episodes.jsonl", lambda r: r["stage"] < t or r["stage"] == t
                      and r["step"] is not None and r["step"] <= step)
-        if path: job.say(f"continued after {path.name}"); other_versions(job)
+        if path: job.say(f"continued after {path.name}")
+        other_versions(job)
     job.acc.wait_for_everyone()
 
-# %% ../../nbs/train/56_job.ipynb #910aaaa7
+# %% ../../nbs/train/56_job.ipynb #8811aa6e
 def other_versions(job:Job):
     "Say which libraries changed since the run began; equal numbers are promised for equal ones only."
-    then,now = read_json(job.run.path/"versions.json"),versions()
-    if changed := [f"{k} {then.get(k)} -> {v}" for k,v in now.items() if then.get(k) != v]:
-        job.say(f"since this run began, these have changed: {', '.join(changed)}; results may differ in rounding")
+    assets = sorted({a for t in job.stream.tasks for a in assets_of(t.env or {}).values()})
+    if changed := job.run.other_versions(**({"assets": " ".join(assets)} if assets else {})):
+        job.say(f"since this run began, these have changed: {changed}; results may differ in rounding")
 
 # %% ../../nbs/train/56_job.ipynb #71c53712
 @patch
@@ -210,15 +211,17 @@ def halt(job:Job):
     job.say(f"stopped and saved at update {where['step']} of stage {where['stage']}; "
             "the same command goes on from there")
 
-# %% ../../nbs/train/56_job.ipynb #6cb57adf
+# %% ../../nbs/train/56_job.ipynb #a4903e13
 POOL_SEED = 0  # of the initial states; runs are compared on equal ones
 
 @patch
-def arena_for(self:Job)->Arena:
-    "The simulators of this process, started once."
+def arena_for(self:Job, policy=None)->Arena:
+    "The simulators of this process, started once; then it is said if the schedule of their queue can move `policy`."
     cfg = self.cfg; n = max(1, cfg.n_workers//self.world)
-    if self.arena is None: self.arena = Arena(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED,
-                                              cfg.chunk, self.rank, self.world)
+    if self.arena is None:
+        self.arena = Arena(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, self.rank,
+                           self.world)
+        if policy is not None and self.rank == 0 and (word := self.arena.doubt(policy, self.processor)): self.say(word)
     return self.arena
 
 @patch
@@ -230,7 +233,7 @@ def try_tasks(self:Job,
     step=None     # updates inside the stage, None at its end
 )->float:         # mean success, in [0,1]
     "Evaluate on some tasks, spread over the processes, and record every episode as it ends."
-    cfg,run,t0,arena = self.cfg,self.run,time.monotonic(),self.arena_for()
+    cfg,run,t0,arena = self.cfg,self.run,time.monotonic(),self.arena_for(policy)
     here = lambda: [r for r in run.episodes(lambda line: None) if (r["stage"], r["step"]) == (t, step)]
     info,old = dict(stage=t, after=name, step=step),here(); got = list(old)
     def note(r):
