@@ -80,6 +80,7 @@ def test_the_clock_goes_on_after_a_stop(run, few):
 @pytest.mark.parametrize("k,v", [("torch", "1.0"), ("gl", "egl"), ("mujoco", "3.0"), ("device", "cuda")])
 def test_shares_of_other_stacks_are_not_merged(run, monkeypatch, k, v):
     real,have = ce.versions,{}; monkeypatch.setattr(ce, "versions", lambda: real() | have)
+    monkeypatch.setattr(ce, "load_policy", lambda path: NS(to=lambda device: None))
     def begin(part, device="cpu"):
         cfg = config(run, part=part); shutil.rmtree(cfg.folder, ignore_errors=part == "0/1")
         ce.begin_queue(cfg, RunFolder(cfg.folder), *ce.points_of(cfg), NS(batch=8, doubt=lambda *a: ""), len, device)
@@ -96,8 +97,13 @@ def test_rows_say_what_has_changed_since(run, monkeypatch):
     write_json(out.path/"versions.json", now | dict(torch="1.0")); eval_cl(cfg, said.append)
     assert [s for s in said if "since" in s] == [f"since this evaluation began, torch 1.0 -> {now['torch']}"]
 
-@pytest.mark.parametrize("device,gpu,want,word", [("auto", True, "cuda", ""), ("cuda", True, "cuda", ""), ("cpu", True, "cpu", ""), ("auto", False, "cpu", ""),
-                                                  ("cuda", False, "cpu", "torch finds no GPU here")])
+def test_the_device_is_that_of_training(monkeypatch):
+    said = []
+    for gpu,want in ((True, ["cuda", "cpu", "cuda"]), (False, ["cpu", "cpu", "cpu"])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        assert [ce.device_of(d, said.append) for d in ("auto", "cpu", "cuda")] == want and len(said) == int(not gpu)
+
+@pytest.mark.parametrize("device,gpu,want,word", [("auto", True, "cuda", ""), ("cuda", False, "cpu", "torch finds no GPU here")])
 def test_a_policy_is_tried_where_the_run_would_train(run, monkeypatch, device, gpu, want, word):
     "Episodes and doubts; a machine without a GPU is said."
     real,went,said = ce.load_policy,[],[]
@@ -106,8 +112,8 @@ def test_a_policy_is_tried_where_the_run_would_train(run, monkeypatch, device, g
         return p
     monkeypatch.setattr(ce, "load_policy", load); monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     write_json(run/"config.json", read_json(run/"config.json") | dict(device=device))
-    out = eval_cl(config(run, n_trials=1, part="0/2"), said.append)
-    assert went == [want]*3 and read_json(out.path/"plan.json")["device"] == want   # its doubts, and two checkpoints
+    out = eval_cl(config(run, n_trials=1, part="0/2", last_only=True), said.append)
+    assert went == [want]*2 and read_json(out.path/"plan.json")["device"] == want   # its doubts, and its episodes
     assert bool(word) == any("GPU" in s for s in said) and (not word or any(word in s for s in said))
 
 def test_doubts_are_said(run, monkeypatch):

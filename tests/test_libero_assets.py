@@ -198,6 +198,19 @@ def test_another_version_is_used_and_said(place):
     assert assets.libero_root() == root, "what the command prepared is found without a name"
 
 
+def test_what_another_version_prepared_is_prepared_anew_from_its_source(tmp_path, monkeypatch):
+    part = tmp_path/"part"; part.mkdir()
+    for top in ("lite", "robosuite_lite", "init_states"):
+        if (ROOT/top).exists(): (part/top).symlink_to(ROOT/top)
+    monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data")); monkeypatch.delenv("CLVLA_LIBERO_ASSETS", raising=False)
+    root = assets.prepare(str(part), say=lambda line: None); d = json.loads((root/"assets.json").read_text())
+    (root/"assets.json").write_text(json.dumps(d | dict(format=d["format"]-1)))
+    assert not assets.index(root)
+    again = assets.libero_root(); assert assets.index(again)["format"] == d["format"] and assets.libero_root() == again
+    (again/"assets.json").write_text(json.dumps(d | dict(format=d["format"]-1, source=str(tmp_path/"gone"))))
+    with pytest.raises(FileNotFoundError, match="no LIBERO assets are prepared"): assets.libero_root()
+
+
 def test_a_half_prepared_folder_does_not_count(place):
     root = assets.libero_root(place); (root/"assets.json").write_text('{"format": 2, "fil')
     (assets.home()/".new-1").mkdir(); (assets.home()/".new-1/full").symlink_to(place/"lite")

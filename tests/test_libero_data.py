@@ -71,7 +71,7 @@ def test_streams_across_suites():
 
 
 @pytest.mark.parametrize("spec,said", [
-    ("libero_100", "libero_90 and libero_10 together"), ("libero_long", "own name for it is 'libero_10'"), ("libero_gaol", "mean 'libero_goal'"),
+    (dict(base="libero_goal", without=["turn_on_stove"]), "no task 'turn_on_stove'"), ("libero_100", "libero_90 and libero_10 together"), ("libero_long", "own name for it is 'libero_10'"), ("libero_gaol", "mean 'libero_goal'"),
     (dict(base="libero_goal", tasks=["turn_on_stove"]), "no task 'turn_on_stove'"), (dict(base="libero_goal", tasks=[SUITES["libero_10"][0]]), "no task"),
     (dict(base="libero_goal", env=dict(suite="libero_10")), "choose another task"), (dict(base="libero_goal", env=[1]), "'env' is"),
     (dict(base="libero_goal", libero="no"), "'libero' is 'no'")])
@@ -259,6 +259,32 @@ def test_two_data_sets_of_one_task(tmp_path):
     assert store.cameras == [IMAGE] and (store.action == np.concatenate([drawn(seed=k)[ACTION] for k in (0, 2)])).all()
     c = write(tmp_path/"Upper/libero_goal_no_noops_x_lerobot", [drawn(text=GOAL[0].capitalize()+".")])
     with pytest.raises(ValueError, match="are one LIBERO task; write them alike"): make_stream([str(a), str(c)])
+
+
+def test_a_suite_as_one_task_is_read_in_its_layout(tmp_path):
+    "Under `by_dataset` a task has many instructions: frames are converted all the same, and there is no environment."
+    eps = [drawn(seed=k, text=GOAL[k % 2]) for k in range(3)]
+    path = write(tmp_path/"IPEC-COMMUNITY/libero_goal_no_noops_1.0.0_lerobot", [foreign(e, gripper="1..0") for e in eps], KEYS["HuggingFaceVLA/libero"])
+    one = write(tmp_path/"HuggingFaceVLA/libero", [foreign(drawn(seed=7, text=GOAL[4]))], KEYS["HuggingFaceVLA/libero"])
+    s = make_stream([str(path), str(one)], partition="by_dataset")
+    assert [(o.env or {}).get("name") for o in s.tasks] == [None, SUITES["libero_goal"][4]]
+    assert [o.source["parts"][0]["layout"]["gripper"] for o in s.tasks] == ["1..0", "-1..1"]
+    store = import_task(s.tasks[0], tmp_path/"frames")
+    assert (store.action == np.concatenate([e[ACTION] for e in eps])).all() and sorted(store.prompts) == sorted(GOAL[:2])
+
+
+def test_cameras_of_data_and_environment_agree_or_are_refused_at_the_door(tmp_path):
+    libero_root(); path = write(tmp_path/"HuggingFaceVLA/libero", [foreign(drawn(seed=k, text=GOAL[k])) for k in range(2)], KEYS["HuggingFaceVLA/libero"])
+    good = make_stream(str(path)); cfg = lambda spec: resolve(RunConfig(suite=spec, algo="er", data_dir=str(tmp_path)))
+    assert good.tasks[0].env["cameras"] == ["front", "wrist"] and check(cfg(str(path))).ids == good.ids
+    with pytest.raises(ValueError, match="has pictures of front, wrist, its environment lacks wrist: give the stream env="):
+        check(cfg(dict(base=str(path), env=dict(cameras=["front"]))))
+    assert check(cfg(dict(base=str(path), libero=dict(cameras=["front"])))).tasks[0].env.get("cameras") is None
+
+
+def test_settings_of_a_stream_are_plain_whatever_they_were_written_as():
+    a,b = (make_stream(dict(base="libero_five", env=dict(cameras=c))) for c in (("front", "wrist"), ["front", "wrist"]))
+    assert a == b and stream_from(json.loads(json.dumps(stream_json(a)))) == a
 
 
 def test_own_recordings_are_known_by_their_note(tmp_path):

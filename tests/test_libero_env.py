@@ -142,6 +142,16 @@ def test_parity_with_lerobot(suite, i, monkeypatch):
     e.close(); ours.close()
 
 
+def test_fast_pictures_are_turned_as_published_ones_are():
+    fast,slow = LiberoEnv(spec(*TASKS[0], cameras=["front", "wrist"]), 64),LiberoEnv(spec(*TASKS[0], cameras=["front", "wrist"], protocol="published"), 64)
+    a,b = fast.reset(4),slow.reset(4)
+    far = lambda x, y: np.mean((x.astype(float)-y)**2)
+    for k in (IMAGE, IMAGES+"wrist"):
+        turned = [far(t(a[k]), b[k]) for t in (lambda x: x[::-1], lambda x: x[:,::-1], lambda x: x[::-1,::-1])]
+        assert far(a[k], b[k]) < .5*min(turned), (k, far(a[k], b[k]), turned)
+    fast.close(); slow.close()
+
+
 def test_a_published_chunk_is_seen_as_its_last_step():
     env = LiberoEnv(spec(*TASKS[0], protocol="published"), 32); env.reset(1)
     a = np.tile([.2, 0, -.2, 0, 0, 0, 1], (8, 1))
@@ -218,11 +228,12 @@ def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
     from clvla.train.job import train_cl
     file = Path(__file__).resolve().parents[1]/"nbs/protocols/libero_goal.yaml"
     d = read_yaml_file(str(file)); d["suite"] = d["suite"] | dict(tasks=["goal-turn-on-stove", "goal-put-cream-cheese-in-bowl"])
-    d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100)
+    d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100); d["algo_kw"] = d["algo_kw"] | dict(refresh=4)   # of 12 updates a task
     small = dict(smoke=True, n_demos=1, n_trials=1, model="tiny", image_size=48, lora_rank=0, precision="no", evaluate="lower",
                  n_workers=1, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))
     run = train_cl(from_page(RunConfig, d | small, set()), say=lambda line: None)
     assert run.done and len(run.episodes()) == 3
+    assert [max(r.get("refreshes", 0) for r in run.logs() if r["stage"] == t) for t in (0, 1)] == [0, 3]   # scored with both cameras
 
 
 def test_other_bad_input():

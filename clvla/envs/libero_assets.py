@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['INDEX', 'FORMAT', 'VERSIONS', 'HUB', 'TASK', 'home', 'check_versions', 'index', 'damaged', 'pointer', 'pointed',
-           'lay_out', 'tree', 'assets_id', 'describe', 'from_hub', 'named', 'libero_root', 'prepare', 'write_config',
-           'bootstrap', 'init_states', 'draw', 'try_draw', 'check_drawing', 'main']
+           'lay_out', 'prepared', 'tree', 'assets_id', 'describe', 'from_hub', 'named', 'libero_root', 'prepare',
+           'write_config', 'bootstrap', 'init_states', 'draw', 'try_draw', 'check_drawing', 'main']
 
 # %% ../../nbs/envs/64_libero_assets.ipynb #b8991512
 import argparse, ctypes.util, fcntl, functools, importlib.metadata, json, logging, os, re, shutil, signal
@@ -141,6 +141,20 @@ def lay_out(
         write_json(pointer(p), dict(root=str(root)))
     return root
 
+# %% ../../nbs/envs/64_libero_assets.ipynb #acad3304
+def prepared(
+    say=print # called with each line of news
+)->Path|None: # the folder that `clvla-libero` prepared; None: there is none
+    "What was prepared last; anew from its source when that was done by another version of this page."
+    file = home()/"prepared.json"
+    if (root := pointed(file)) or not file.is_file(): return root
+    old = Path(read_json(file)["root"])/INDEX
+    d = _index(old, old.stat().st_mtime_ns) if old.is_file() else {}
+    source = Path(str(d["source"])) if isinstance(d, dict) and d.get("source") else None
+    if source is None or not source.exists(): return None
+    root = lay_out(source, say); write_json(file, dict(root=str(root)))
+    return root
+
 # %% ../../nbs/envs/64_libero_assets.ipynb #0f987e7e
 def tree(
     root:Path, # a prepared folder
@@ -174,7 +188,7 @@ def describe(
         if not p: out[top] = "none"+"; `full` stands in, which is slower to draw"*(top == "lite")
     return out
 
-# %% ../../nbs/envs/64_libero_assets.ipynb #51d8872a
+# %% ../../nbs/envs/64_libero_assets.ipynb #14573e8a
 HUB = ("lerobot/libero-assets", "0b3ea86be5fe169d0fd036ae63d1070ec09e90f6")   # a data set's repository and commit
 
 def from_hub(say=print)->Path:
@@ -201,11 +215,10 @@ def libero_root(
     "Where LIBERO's assets lie; prepared now when they are named and not prepared yet. Nothing is fetched."
     p = named(path)
     if p: return p if index(p) else pointed(pointer(p)) or lay_out(p, lambda line: None)
-    root = pointed(home()/"prepared.json")
-    if root: return root
+    if root := prepared(lambda line: None): return root
     raise FileNotFoundError(f"no LIBERO assets are prepared in {home()}, and CLVLA_LIBERO_ASSETS is not set; {HELP}")
 
-# %% ../../nbs/envs/64_libero_assets.ipynb #3dab6134
+# %% ../../nbs/envs/64_libero_assets.ipynb #8918ec0c
 def prepare(
     source=None, # a folder or an archive; default: see above
     say=print    # called with each line of news
@@ -213,7 +226,7 @@ def prepare(
     "Find or fetch LIBERO's assets, check every file, and remember where they are."
     say("versions: "+", ".join(f"{k} {v}" for k,v in check_versions().items()))
     places = package()/"assets",Path("~/.cache/libero/assets").expanduser()
-    p = named(source) or pointed(home()/"prepared.json") or next(filter(layout, places), None) or from_hub(say)
+    p = named(source) or prepared(say) or next(filter(layout, places), None) or from_hub(say)
     bad = damaged(p, deep=True) if index(p) else []
     origin = Path(index(p)["source"]) if index(p) else p
     if bad and not origin.exists(): raise ValueError(_some(bad))

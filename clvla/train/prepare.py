@@ -93,7 +93,7 @@ def check(
     check_libero(cfg, [o for o in stream.tasks if (o.env or {}).get("kind") == "libero"])
     return stream
 
-# %% ../../nbs/train/54_prepare.ipynb #12d07ad5
+# %% ../../nbs/train/54_prepare.ipynb #1a75d043
 def _read(task:Task)->bool: return (task.source or {}).get("kind") == "lerobot"
 
 def check_libero(
@@ -101,9 +101,9 @@ def check_libero(
     tasks:list     # the stream's tasks in LIBERO's environments
 ):
     "Raise ValueError for what would be found out hours later, or never; FileNotFoundError where assets are missing."
-    if never := [o.name for o in tasks if o.name in UNDEMONSTRATED and not _read(o)]:
+    if never := [o.id for o in tasks if o.env["name"] in UNDEMONSTRATED and not _read(o)]:
         raise ValueError(f"demonstrations of {', '.join(never)} cannot be recorded: the experts never succeed there. "
-                         f"Leave them out, suite={{'base': ..., 'without': {never}}}, or train on a data set, "
+                         f"Leave them out, suite={dict(base=cfg.suite, without=never)}, or train on a data set, "
                          "suite='FOLDER' or 'hf:ORG/NAME'")
     if tasks and cfg.evaluate != "none" and cfg.n_trials > N_STATES:
         raise ValueError(f"n_trials {cfg.n_trials} would mix LIBERO's own {N_STATES} starts with drawn ones; set it to "
