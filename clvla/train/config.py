@@ -26,7 +26,7 @@ def suited(
     name = re.split(r"[/@:]", str(suite).rstrip("/").split("@")[0])[-1].lower()
     return SUITED.get(name.split("_")[0], SUITED[""])
 
-# %% ../../nbs/train/50_config.ipynb #64db880c
+# %% ../../nbs/train/50_config.ipynb #e86e98ab
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     "Everything that decides what a continual-learning run computes."
@@ -77,7 +77,7 @@ class RunConfig:
     evaluate:str = "lower"      # cells: lower (tasks seen so far), full (all, and once before training), none
     last_only:bool = False      # evaluate after the last task only
     curve_points:int = 0        # evaluations inside each task, for LIBERO's FWT and AUC
-    n_workers:int = 0           # simulator processes, 0 = one per core; never changes a result
+    n_workers:int = 0           # simulator processes, 0 = one per core; a result that could change with it is named
     rows_per_task:int = 2       # episodes of one task under way at the same time
     videos:bool = False         # film the first success and the first failure per task
 
