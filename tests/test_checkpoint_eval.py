@@ -90,7 +90,7 @@ def test_shares_of_other_stacks_are_not_merged(run, monkeypatch, k, v):
     have |= {k: v}; device = have.get("device", "cpu")
     with pytest.raises(ValueError, match=f"part0of2 differs from this evaluation in {k}: .* -> .{v}.*remove it"): begin("0/1", device)
     other = begin("1/2", device)
-    with pytest.raises(ValueError, match=f"parts of different evaluations: {k}: .* -> .{v}"): merge([one, other])
+    with pytest.raises(ValueError, match=f"parts of different evaluations: {k}: .{v}.* -> "): merge([one, other])
 
 def test_rows_say_what_has_changed_since(run, monkeypatch):
     cfg,said = config(run, n_trials=1, last_only=True),[]; out = eval_cl(cfg, len); now = read_json(out.path/"versions.json")

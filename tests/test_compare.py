@@ -58,6 +58,9 @@ def test_a_run_that_is_not_at_its_end_is_left_out_and_named(runs_dir):
     only = versus([early], runs, 50); assert (only["seeds"], only["pairs"], only["unfinished"]) == (0, 0, "sequential-s0")
     two = versus([early, runs[1]], runs, 50); assert (two["seeds"], two["difference"], two["unfinished"]) == (1, 0, "sequential-s0")
     assert versus(runs, runs, 50)["unfinished"] == ""
+    some = [r for r in runs[0].records if r["stage"] < 2 or r["trial"] < 4]; wants = runs[0].config | dict(n_trials=10)
+    assert replace(runs[0], config=wants).finished and not replace(runs[0], records=some, config=wants).finished   # in the middle of its last cells
+    assert not replace(runs[0], records=[r for r in runs[0].records if r["stage"] < 2 or r["task"] == "a"]).finished
 
 
 def test_tasks_that_were_simulated_differently_are_no_pairs(runs_dir):

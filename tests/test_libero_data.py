@@ -282,6 +282,15 @@ def test_cameras_of_data_and_environment_agree_or_are_refused_at_the_door(tmp_pa
     assert check(cfg(dict(base=str(path), libero=dict(cameras=["front"])))).tasks[0].env.get("cameras") is None
 
 
+def test_a_data_set_trains_where_there_is_no_simulator(tmp_path, monkeypatch):
+    from clvla.train.job import train_cl
+    path = write(tmp_path/"HuggingFaceVLA/libero", [foreign(drawn(seed=k, text=GOAL[k % 2])) for k in range(4)], KEYS["HuggingFaceVLA/libero"])
+    monkeypatch.delenv("CLVLA_LIBERO_ASSETS", raising=False); monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"nothing"))
+    cfg = resolve(RunConfig(suite=str(path), algo="er", smoke=True, evaluate="none", image_size=32, data_dir=str(tmp_path/"d"), run_dir=str(tmp_path/"run")))
+    run = train_cl(cfg, say=lambda line: None); assert run.done and not run.episodes()
+    assert [r["stage"] for r in run.logs()][-1] == 1
+
+
 def test_settings_of_a_stream_are_plain_whatever_they_were_written_as():
     a,b = (make_stream(dict(base="libero_five", env=dict(cameras=c))) for c in (("front", "wrist"), ["front", "wrist"]))
     assert a == b and stream_from(json.loads(json.dumps(stream_json(a)))) == a

@@ -9,6 +9,7 @@ from libero_help import libero_root
 
 libero_root()   # skips, or says what is wrong
 
+from clvla.data.libero_tasks import SUITES, libero_prompt
 from clvla.envs.base import make_env
 from clvla.envs.libero import LiberoEnv
 from clvla.envs.libero_assets import bootstrap, init_states
@@ -248,6 +249,7 @@ def test_other_bad_input():
 def test_instructions_are_those_of_the_data_sets():
     env = make_env(dict(kind="libero", suite="libero_10", name="KITCHEN_SCENE3_turn_on_the_stove_and_put_the_moka_pot_on_it"))
     assert env.prompt == "turn on the stove and put the moka pot on it"
+    assert all(make_env(dict(kind="libero", suite=s, name=n)).prompt == libero_prompt(n) for s in SUITES for n in SUITES[s][-3:])
 
 
 def test_assets_without_full_meshes_refuse_the_published_protocol_at_the_door(monkeypatch, tmp_path):

@@ -136,7 +136,7 @@ def recipe(
     "How a kind of environment is demonstrated; one without an entry in `RECIPES` as Meta-World is."
     return dict(dict(noise=.15, tail=4, fps=10), **RECIPES.get(kind, {}))
 
-# %% ../../nbs/data/16_demos.ipynb #502b61b0
+# %% ../../nbs/data/16_demos.ipynb #e3e6473a
 def make_demos(
     task:Task,         # what to demonstrate; its `env` describes the environment
     env_factory,       # called with (spec, image_size=..., seed=...), as `envs.base.make_env`
@@ -155,7 +155,8 @@ def make_demos(
     how = recipe(task.env["kind"]) | how; noise,tail,fps = how.pop("noise"),how.pop("tail"),how.pop("fps")
     if how: raise ValueError(f"make_demos takes no {sorted(how)}; it takes noise, tail and fps besides")
     settings = dict(task=task.id, prompt=task.prompt, env=dict(task.env), n_demos=n_demos, seed=seed,
-                    image_size=image_size, noise=noise, tail=tail, codec=codec, fps=fps, **(about or {}))
+                    image_size=image_size, noise=np.asarray(noise).tolist(), tail=tail, codec=codec, fps=fps,
+                    **(about or {}))
     settings = json.loads(json_text(settings))   # as they are read back
     source = dict(kind="demos", settings=settings)
     def frames(path, data=out): write_store(path, read_lerobot(data/"lerobot"), source=source)

@@ -261,7 +261,7 @@ def _auto(paths:list)->list:
 
 partitions = Registry("partition", auto=_auto, by_task_index=by_task_index, by_dataset=by_dataset)
 
-# %% ../../nbs/data/10_streams.ipynb #7f954ac4
+# %% ../../nbs/data/10_streams.ipynb #97a85f66
 INLINE = dict(base=(str, list, tuple, dict, type(Path()), Stream), name=str, num_tasks=int, tasks=LIST, without=LIST,
               task_order=(*LIST, NONE), cycles=int, partition=str, env=dict, libero=(dict, bool))
 
@@ -286,6 +286,7 @@ def _inline(d:dict, partition:str)->Stream:
     base = make_stream(d["base"], partition=d.get("partition", partition), libero=d.get("libero"))
     tasks,out = [_pick(base, i) for i in d.get("tasks", base.ids)],{_pick(base, i).id for i in d.get("without", ())}
     tasks = [o for o in tasks if o.id not in out]
+    if not tasks: raise ValueError(f"'without' leaves no task of {base.name!r}")
     if "env" in d: tasks = [with_env(o, d["env"]) for o in tasks]
     n = d.get("num_tasks", len(tasks))
     if not 1 <= n <= len(tasks): raise ValueError(f"num_tasks must lie in 1..{len(tasks)} for {base.name!r}, found {n}")

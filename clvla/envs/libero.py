@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['ENTRIES', 'LiberoEnv']
 
-# %% ../../nbs/envs/68_libero.ipynb #ae3909e0
+# %% ../../nbs/envs/68_libero.ipynb #2a755410
+import re
 import numpy as np
 from fastcore.basics import patch
 from ..core import closest
-from ..data.libero_tasks import libero_prompt
 from .base import Env
 from .libero_assets import check_versions, libero_root, tree
 from .libero_sim import CAMERAS, NOOP, LiberoSim, check_task, folder_of
 
-# %% ../../nbs/envs/68_libero.ipynb #656e658f
+# %% ../../nbs/envs/68_libero.ipynb #23e17cf6
 ENTRIES = ("kind", "suite", "name", "task_id", "prompt", "max_steps", "cameras", "protocol", "visuals", "cell")
 
 class LiberoEnv(Env):
@@ -33,7 +33,8 @@ class LiberoEnv(Env):
         check_task(self.suite, spec["name"], **self.how)
         if spec.get("visuals") == "none": raise ValueError("an environment draws: visuals 'none' is for LiberoSim")
         check_versions(); tree(libero_root(), folder_of(**self.how))    # now, not in a worker at its first episode
-        super().__init__({"max_steps": 600, "prompt": libero_prompt(spec["name"]), **spec}, image_size, seed)
+        said = re.sub(r"^[A-Z_]+_SCENE\d+_", "", spec["name"]).replace("_", " ")   # the name without its scene
+        super().__init__({"max_steps": 600, "prompt": said, **spec}, image_size, seed)
         self.sim,self.left = None,0
 
     def reset(self, trial:int, out=None):

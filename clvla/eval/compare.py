@@ -18,7 +18,7 @@ from .metrics import JOINT, SuccessMatrix, aaa, from_records, metrics, read_reco
 from .plots import small
 from .stats import final, metric_intervals, paired, seed_intervals, t_interval
 
-# %% ../../nbs/eval/74_compare.ipynb #804b0199
+# %% ../../nbs/eval/74_compare.ipynb #51c7d78e
 REPEAT = ("seed", "run_dir", "data_dir", "n_workers", "videos", "machines", "timeout", "detached", "save_every",
           "save_minutes", "keep") # settings in which repetitions may differ
 
@@ -37,17 +37,21 @@ class Run:
     def matrix(self)->SuccessMatrix: return from_records(self.records, self.stages, self.task_ids)
 
     @property
-    def finished(self)->bool:
-        return any(r["stage"] == len(self.stages)-1 and r.get("step") is None for r in self.records)
+    def finished(self)->bool: # were all tasks tried after the last stage, as often as they should be?
+        last = [r["task"] for r in self.records if r["stage"] == len(self.stages)-1 and r.get("step") is None]
+        return all(last.count(t) >= (self.config.get("n_trials") or 1) for t in self.task_ids)
 
 def read_run(path)->Run:
     "Read one run folder, or one evaluation of its checkpoints."
-    path = Path(path); home = path.resolve().parents[1] if path.resolve().parent.name == "evals" else path
+    path = Path(path); evaluation = path.resolve().parent.name == "evals" and not (path/"stream.json").exists()
+    home = path.resolve().parents[1] if evaluation else path
     lacking = [f.name for f in (home/"config.json", home/"stream.json", path/"episodes.jsonl") if not f.exists()]
     if lacking:
         raise ValueError(f"{path} has no results, it lacks {', '.join(lacking)}; has the run been evaluated?")
     stream,config = read_json(home/"stream.json"),read_json(home/"config.json")
-    if home != path: config["evaluation"] = path.name   # never averaged with the run's own episodes
+    if evaluation:   # never averaged with the run's own episodes
+        own = read_json(path/"config.json") if (path/"config.json").exists() else {}
+        config = {**config, "evaluation": path.name, "n_trials": own.get("n_trials", config.get("n_trials"))}
     cost = read_json(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
     ids = [t["id"] for t in stream["tasks"]]
     stages = tuple(stream["stages"])

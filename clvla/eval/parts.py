@@ -72,7 +72,7 @@ class Book:
         "Write a record down and hand it to the operating system at once."
         self.records.append(record); self.file.write(json.dumps(record).encode()+b"\n"); self.file.flush()
 
-# %% ../../nbs/eval/76_parts.ipynb #c174a1c1
+# %% ../../nbs/eval/76_parts.ipynb #ca1c2319
 @dataclass(frozen=True)
 class Merged:
     "Records of several folders together, and what is missing."
@@ -89,10 +89,11 @@ def merge(
     "The records of an evaluation that was played in parts; ValueError when the parts do not fit."
     if not (folders := [Path(f) for f in folders]): raise ValueError("there is nothing to merge: no folder was named")
     plans,found = {f: read_json(f/"plan.json") for f in folders},{}
-    first = plans[folders[0]]; same = lambda p: {**p, "part": p["part"][1]}
+    last = max(folders, key=lambda f: (len(plans[f]["stages"]), len(plans[f])))   # a run may have grown meanwhile
+    first = plans[last]; same = lambda p: {**p, "part": p["part"][1]}
     for f,p in plans.items():
-        if diff := _differ(same(first), same(p)):
-            raise ValueError(f"{folders[0]} and {f} are parts of different evaluations: {diff}")
+        if diff := difference(same(p), same(first)):
+            raise ValueError(f"{f} and {last} are parts of different evaluations: {diff}")
     want = [(s["stage"], s.get("step"), j, i) for s in first["stages"] for j in s["tasks"] for i in first["trials"]]
     known = set(want)
     for f in folders:

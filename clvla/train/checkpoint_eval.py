@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EvalConfig', 'check_eval', 'points_of', 'check_starts', 'begin_eval', 'read_eval_config', 'weights_of', 'cells_of',
-           'stack_of', 'parts_of', 'gather', 'device_of', 'batch_of', 'left_out', 'eval_cl', 'clocked', 'arena_of',
-           'begin_queue', 'processor_of', 'try_checkpoint']
+           'stack_of', 'parts_of', 'played_in_parts', 'gather', 'device_of', 'batch_of', 'left_out', 'eval_cl',
+           'clocked', 'arena_of', 'begin_queue', 'processor_of', 'try_checkpoint']
 
 # %% ../../nbs/train/58_checkpoint_eval.ipynb #c96652a7
 import os, time
@@ -29,7 +29,7 @@ from .prepare import assets_of
 from .run import RunFolder, versions
 from .stop import StopFlag
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #afbc4bb6
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #1c3bd7a9
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     "What an evaluation of a run's checkpoints computes."
@@ -39,7 +39,7 @@ class EvalConfig:
     evaluate:str = "lower"   # cells: lower (tasks seen so far) or full (all)
     last_only:bool = False   # the last checkpoint only
     seed:int = 0             # of the policy's noise
-    n_workers:int = 0        # simulator processes, 0 = one per core; no result changes, or it is said that one may
+    n_workers:int = 0        # simulator processes, 0 = one per core; a result that could change with it is named
     rows_per_task:int = 2    # episodes of one task under way at the same time, where tasks have rows of their own
     part:str = "0/1"         # which share of the episodes is played here, number a of b
     batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for LIBERO and for parts, else none
@@ -117,7 +117,7 @@ def read_eval_config(
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
     return replace(config_from(EvalConfig, read_json(path)), run_dir=str(run_dir))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #05977460
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #2b91c8b7
 def weights_of(
     path   # a checkpoint's folder
 )->dict:   # file -> sha256 of everything that decides the policy's actions
@@ -142,17 +142,22 @@ def parts_of(cfg:EvalConfig)->list:
     found = (Path(cfg.run_dir)/"evals").glob(f"{cfg.whole}-part*of*/plan.json")
     return [p.parent for p in sorted(found)] if cfg.part == "0/1" else []
 
-def gather(out:RunFolder, cfg:EvalConfig, plan:dict)->int:
-    "Put the records of the parts into the whole; ValueError when they are another evaluation's. How many were new."
-    by_size,have = {},{record_key(r) for r in out.episodes()}; before = len(have)
+def played_in_parts(cfg:EvalConfig, plan:dict)->list:
+    "The records of the parts of an evaluation; ValueError when they are another one's."
+    by_size,records = {},[]
     for p in parts_of(cfg): by_size.setdefault(p.name.rpartition("of")[2], []).append(p)
     for same in by_size.values():
-        got = merge(same)
+        got = merge(same); records += got.records
         if diff := difference(got.plan, plan):
             raise ValueError(f"{same[0]} differs from this evaluation in {diff}; remove it, or evaluate the run that "
                              "it belongs to, with what it was played with")
-        for r in got.records:
-            if record_key(r) not in have: out.episode(r); have.add(record_key(r))
+    return records
+
+def gather(out:RunFolder, records:list)->int:
+    "Put records into an evaluation that lacks them. How many were new."
+    have = {record_key(r) for r in out.episodes()}; before = len(have)
+    for r in records:
+        if record_key(r) not in have: out.episode(r); have.add(record_key(r))
     return len(have)-before
 
 # %% ../../nbs/train/58_checkpoint_eval.ipynb #67cdd015
@@ -183,7 +188,7 @@ def left_out(
     return (f"{cfg.folder} was begun with rows for each task and goes on so; {', '.join(p.name for p in found)} beside "
             f"it are not taken in. To put them together instead, remove {cfg.folder}")
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #56dfde90
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #56e3e916
 def eval_cl(
     cfg:EvalConfig, # settings
     say=print       # told what happens
@@ -191,7 +196,9 @@ def eval_cl(
     "Evaluate a run's checkpoints; continues an evaluation that was interrupted."
     cfg = check_eval(cfg); out = RunFolder(begin_eval(cfg))
     run = read_config(cfg.run_dir); torch.set_num_threads(run.threads)
-    points,stream = points_of(cfg); device = device_of(run.device, say)
+    points,stream = points_of(cfg)
+    old = out.episodes() and not any((out.path/f).exists() for f in ("plan.json", "versions.json"))
+    device = "cpu" if old else device_of(run.device, say)   # evaluations without these files were begun on the CPU
     if word := check_starts(cfg, stream.tasks): say(word)
     with out.lock(), StopFlag() as flag:
         out.clean(); out.begin_again()
@@ -219,7 +226,7 @@ def clocked(out:RunFolder, arena:Arena, say=print):
             write_json(path, dict(clock, n_workers=now if n == now else mean))
             say(", ".join(f"{k} {v:.0%}" for k,v in shares(clock, mean).items())+" of the time")
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #c3aa3f19
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #971745ac
 def arena_of(cfg:EvalConfig, run, stream)->Arena:
     "The simulators of an evaluation."
     return Arena(stream.tasks, cfg.rows_per_task, cfg.n_workers or os.cpu_count() or 1, run.image_size, POOL_SEED,
@@ -234,8 +241,9 @@ def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Arena,
     if not (out.path/"plan.json").exists() and out.episodes():
         raise ValueError(f"{out.path} has records and no plan.json, so it was begun with rows for each task, and this "
                          "would go on as a queue; remove that folder to begin anew")
+    records = played_in_parts(cfg, plan)   # refused before anything is written
     write_plan(out.path, plan)
-    if n := gather(out, cfg, plan): say(f"{n} episodes were played in parts")
+    if n := gather(out, records): say(f"{n} episodes were played in parts")
     if word := arena.doubt(load_policy(points[-1]).to(device), processor_of(points[-1])): say(word)
 
 # %% ../../nbs/train/58_checkpoint_eval.ipynb #7aed6a0b

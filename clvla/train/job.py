@@ -182,10 +182,11 @@ def restore(job:Job, path:Path|None):
         other_versions(job)
     job.acc.wait_for_everyone()
 
-# %% ../../nbs/train/56_job.ipynb #8811aa6e
+# %% ../../nbs/train/56_job.ipynb #b221a3cc
 def other_versions(job:Job):
     "Say which libraries changed since the run began; equal numbers are promised for equal ones only."
-    assets = sorted({a for t in job.stream.tasks for a in assets_of(t.env or {}).values()})
+    drawn = [t for t in job.stream.tasks if job.cfg.evaluate != "none" or (t.source or {}).get("kind") != "lerobot"]
+    assets = sorted({a for t in drawn for a in assets_of(t.env or {}).values()})   # of simulators that are used
     if changed := job.run.other_versions(**({"assets": " ".join(assets)} if assets else {})):
         job.say(f"since this run began, these have changed: {changed}; results may differ in rounding")
 

@@ -93,7 +93,7 @@ def check(
     check_libero(cfg, [o for o in stream.tasks if (o.env or {}).get("kind") == "libero"])
     return stream
 
-# %% ../../nbs/train/54_prepare.ipynb #1a75d043
+# %% ../../nbs/train/54_prepare.ipynb #7124f691
 def _read(task:Task)->bool: return (task.source or {}).get("kind") == "lerobot"
 
 def check_libero(
@@ -111,7 +111,8 @@ def check_libero(
     for o in tasks:
         if cfg.evaluate == "none" and _read(o): continue
         env = make_env({**o.env, "task_id": o.id}, cfg.image_size)   # builds nothing
-        has = {k.removeprefix(IMAGES) for p in o.source.get("parts", ()) for k in p["layout"]["cameras"]}
+        parts = (o.source or {}).get("parts", ())
+        has = {k.removeprefix(IMAGES) for p in parts for k in p.get("layout", {}).get("cameras", ())}
         if lacks := sorted(has-set(env.cameras)):
             raise ValueError(f"the data set of {o.id} has pictures of {', '.join(sorted(has))}, its environment lacks "
                              f"{', '.join(lacks)}: give the stream env={{'cameras': {sorted(has)}}}, or "
