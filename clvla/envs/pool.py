@@ -100,7 +100,7 @@ def _serve(mem, envs, cmd, like):
     mem["seconds"][i] = (rest,0,envs.drawn) if "trial" in cmd else (0,rest,envs.drawn)
     return {}
 
-# %% ../../nbs/envs/63_pool.ipynb #c48051f3
+# %% ../../nbs/envs/63_pool.ipynb #2caaa095
 @dataclass(frozen=True)
 class Result:
     "What came back from one slot; `obs` are views, good until the slot's next command."
@@ -117,10 +117,9 @@ class Result:
     opened:bool=False          # a simulator had to be built for it
 
 class _Worker:
-    "A process, and what it still owes."
+    "A process, what it still owes, and the slots whose next environment it builds (`opening`)."
     def __init__(self, slots):
-        self.slots,self.child,self.owes,self.since,self.starting = slots,None,{},0.,True
-        self.opening = set()   # slots whose next environment is being built
+        self.slots,self.child,self.owes,self.since,self.starting,self.opening = slots,None,{},0.,True,set()
     @property
     def proc(self): return self.child.proc
 

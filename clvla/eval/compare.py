@@ -18,7 +18,7 @@ from .metrics import JOINT, SuccessMatrix, aaa, from_records, metrics, read_reco
 from .plots import small
 from .stats import final, metric_intervals, paired, seed_intervals, t_interval
 
-# %% ../../nbs/eval/74_compare.ipynb #51c7d78e
+# %% ../../nbs/eval/74_compare.ipynb #5ceaa357
 REPEAT = ("seed", "run_dir", "data_dir", "n_workers", "videos", "machines", "timeout", "detached", "save_every",
           "save_minutes", "keep") # settings in which repetitions may differ
 
@@ -41,6 +41,7 @@ class Run:
         last = [r["task"] for r in self.records if r["stage"] == len(self.stages)-1 and r.get("step") is None]
         return all(last.count(t) >= (self.config.get("n_trials") or 1) for t in self.task_ids)
 
+# %% ../../nbs/eval/74_compare.ipynb #2e934a22
 def read_run(path)->Run:
     "Read one run folder, or one evaluation of its checkpoints."
     path = Path(path); evaluation = path.resolve().parent.name == "evals" and not (path/"stream.json").exists()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EvalConfig', 'check_eval', 'points_of', 'check_starts', 'begin_eval', 'read_eval_config', 'weights_of', 'cells_of',
-           'stack_of', 'parts_of', 'played_in_parts', 'gather', 'device_of', 'batch_of', 'left_out', 'eval_cl',
-           'clocked', 'arena_of', 'begin_queue', 'processor_of', 'try_checkpoint']
+           'stack_of', 'parts_of', 'gather', 'device_of', 'batch_of', 'left_out', 'eval_cl', 'clocked', 'arena_of',
+           'begin_queue', 'processor_of', 'try_checkpoint']
 
 # %% ../../nbs/train/58_checkpoint_eval.ipynb #c96652a7
 import os, time
@@ -117,7 +117,7 @@ def read_eval_config(
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
     return replace(config_from(EvalConfig, read_json(path)), run_dir=str(run_dir))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #2b91c8b7
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #8ade89d9
 def weights_of(
     path   # a checkpoint's folder
 )->dict:   # file -> sha256 of everything that decides the policy's actions
@@ -142,7 +142,7 @@ def parts_of(cfg:EvalConfig)->list:
     found = (Path(cfg.run_dir)/"evals").glob(f"{cfg.whole}-part*of*/plan.json")
     return [p.parent for p in sorted(found)] if cfg.part == "0/1" else []
 
-def played_in_parts(cfg:EvalConfig, plan:dict)->list:
+def _played_in_parts(cfg:EvalConfig, plan:dict)->list:
     "The records of the parts of an evaluation; ValueError when they are another one's."
     by_size,records = {},[]
     for p in parts_of(cfg): by_size.setdefault(p.name.rpartition("of")[2], []).append(p)
@@ -226,7 +226,7 @@ def clocked(out:RunFolder, arena:Arena, say=print):
             write_json(path, dict(clock, n_workers=now if n == now else mean))
             say(", ".join(f"{k} {v:.0%}" for k,v in shares(clock, mean).items())+" of the time")
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #971745ac
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #347e4d3f
 def arena_of(cfg:EvalConfig, run, stream)->Arena:
     "The simulators of an evaluation."
     return Arena(stream.tasks, cfg.rows_per_task, cfg.n_workers or os.cpu_count() or 1, run.image_size, POOL_SEED,
@@ -241,7 +241,7 @@ def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Arena,
     if not (out.path/"plan.json").exists() and out.episodes():
         raise ValueError(f"{out.path} has records and no plan.json, so it was begun with rows for each task, and this "
                          "would go on as a queue; remove that folder to begin anew")
-    records = played_in_parts(cfg, plan)   # refused before anything is written
+    records = _played_in_parts(cfg, plan)   # refused before anything is written
     write_plan(out.path, plan)
     if n := gather(out, records): say(f"{n} episodes were played in parts")
     if word := arena.doubt(load_policy(points[-1]).to(device), processor_of(points[-1])): say(word)
