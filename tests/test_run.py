@@ -277,7 +277,8 @@ def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monke
     import clvla.train.job as job
     run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
     monkeypatch.setattr("clvla.train.run.versions", lambda: now); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "12ab"} if env else {})
-    begun = NS(run=run, stream=NS(tasks=[NS(env=dict(kind="libero")), NS(env=None)]), say=said.append)
+    tasks = [NS(env=dict(kind="libero"), source=dict(kind="demos")), NS(env=None, source=None)]
+    begun = NS(run=run, cfg=NS(evaluate="lower"), stream=NS(tasks=tasks), say=said.append)
     write_json(tmp_path/"versions.json", dict(torch="2.9"))   # as written before
     job.other_versions(begun); assert not said and read_json(tmp_path/"versions.json") == dict(torch="2.9", gl="osmesa", assets="12ab")
     now = dict(torch="2.9", gl="egl"); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "34cd"} if env else {})
