@@ -14,3 +14,10 @@ def libero_root()->Path:
     if find_spec("libero") is None: pytest.fail("CLVLA_LIBERO_ASSETS is set and libero is not installed: pip install 'clvla[libero]'")
     from clvla.envs import libero_assets
     return libero_assets.libero_root()
+
+
+def without_full(folder:Path)->Path:
+    "A new folder with all of the assets but the full meshes."
+    folder.mkdir()
+    for top in ("lite", "robosuite_lite", "init_states"): (folder/top).symlink_to(libero_root()/top)
+    return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from libero_help import libero_root
+from libero_help import libero_root, without_full
 
 from clvla.envs import libero_assets as assets
 from clvla.envs.libero_files import KNOWN, check_whole, layout, unpack
@@ -199,9 +199,7 @@ def test_another_version_is_used_and_said(place):
 
 
 def test_what_another_version_prepared_is_prepared_anew_from_its_source(tmp_path, monkeypatch):
-    part = tmp_path/"part"; part.mkdir()
-    for top in ("lite", "robosuite_lite", "init_states"):
-        if (ROOT/top).exists(): (part/top).symlink_to(ROOT/top)
+    part = without_full(tmp_path/"part")
     monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data")); monkeypatch.delenv("CLVLA_LIBERO_ASSETS", raising=False)
     root = assets.prepare(str(part), say=lambda line: None); d = json.loads((root/"assets.json").read_text())
     (root/"assets.json").write_text(json.dumps(d | dict(format=d["format"]-1)))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from clvla.core import IMAGE, IMAGES, STATE
-from libero_help import libero_root
+from libero_help import libero_root, without_full
 
 libero_root()   # skips, or says what is wrong
 
@@ -53,7 +53,7 @@ def test_a_start_does_not_depend_on_what_was_before(suite, name):
 
 
 def test_nor_does_it_under_the_published_protocol():
-    "Two tasks of one scene, and one that begins with its stove on: robosuite's list of such things would grow with each reset."
+    "In a task that begins with its stove on: LIBERO's list of such things would grow with each hard reset."
     suite,name = TASKS[4]; used = LiberoSim(suite, name, protocol="published"); soft = LiberoSim(suite, name, visuals="none")
     for trial in (100_003, 17): used.reset(trial)
     for trial in (5, 100_007):
@@ -68,7 +68,7 @@ def test_what_a_drawn_start_puts_inside_a_drawer_is_inside_it():
     for trial in (100_000, 100_001, 100_002):
         sim.reset(trial)
         bowl,drawer = site.get_body_xpos("akita_black_bowl_1_main"),site.get_site_xpos("wooden_cabinet_1_top_region")
-        assert np.abs(bowl-drawer)[:2].max() < .06, (bowl, drawer)
+        assert np.abs(bowl-drawer).max() < .04, (bowl, drawer)
     sim.close()
 
 
@@ -253,10 +253,7 @@ def test_instructions_are_those_of_the_data_sets():
 
 
 def test_assets_without_full_meshes_refuse_the_published_protocol_at_the_door(monkeypatch, tmp_path):
-    from clvla.envs.libero_assets import lay_out, libero_root, pointer
-    source = libero_root(); part = tmp_path/"part"; part.mkdir()
-    for top in ("lite", "robosuite_lite", "init_states"):
-        if (source/top).exists(): (part/top).symlink_to(source/top)
+    part = without_full(tmp_path/"part")
     monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data")); monkeypatch.setenv("CLVLA_LIBERO_ASSETS", str(part))
     LiberoEnv(spec(*TASKS[0]))
     for how in (dict(protocol="published"), dict(visuals="full")):

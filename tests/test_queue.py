@@ -212,7 +212,6 @@ def test_parts_of_a_run_that_has_grown_meanwhile_are_merged(tmp_path):
 
 def test_parts_made_with_other_assets_are_not_merged(tmp_path, monkeypatch):
     "The plan of a queue over LIBERO's tasks names their assets; that of other kinds is as it was."
-    from clvla.eval.parts import write_plan
     from clvla.train import checkpoint_eval as ce
     from clvla.train.run import RunFolder
     for k,v in dict(weights_of=lambda p: {"weights": "12ab"}, cells_of=lambda *a: (INFO, ["x"]), load_policy=lambda p: Guided(),

@@ -52,7 +52,7 @@ def record_one(
     *images,states,actions = map(np.stack, zip(*frames))
     return {**dict(zip(keys, images)), STATE: states, ACTION: actions, PROMPT: env.prompt}
 
-# %% ../../nbs/data/16_demos.ipynb #6b82ad76
+# %% ../../nbs/data/16_demos.ipynb #021faed6
 def record(
     env,             # environment with an expert
     n_demos:int,     # successful episodes that are wanted
@@ -65,7 +65,7 @@ def record(
     if n_demos < 1: raise ValueError(f"n_demos must be at least 1, found {n_demos}")
     eps,tries = [],0
     while len(eps) < n_demos:
-        if tries >= min(3*n_demos+2, 10**9 if eps else HOPELESS): raise ValueError(
+        if tries >= 3*n_demos+2 or not eps and tries >= HOPELESS: raise ValueError(
             f"{env.task_id}: the expert succeeded {len(eps)} times in {tries} tries, {n_demos} demonstrations are "
             f"wanted; lower the noise ({noise}), raise max_steps ({env.max_steps}), or leave the task out")
         trial = FIRST_TRIAL+tries; tries += 1

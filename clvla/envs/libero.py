@@ -14,7 +14,7 @@ from .base import Env
 from .libero_assets import check_versions, libero_root, tree
 from .libero_sim import CAMERAS, NOOP, LiberoSim, check_task, folder_of
 
-# %% ../../nbs/envs/68_libero.ipynb #23e17cf6
+# %% ../../nbs/envs/68_libero.ipynb #0c26904f
 ENTRIES = ("kind", "suite", "name", "task_id", "prompt", "max_steps", "cameras", "protocol", "visuals", "cell")
 
 class LiberoEnv(Env):
@@ -32,7 +32,8 @@ class LiberoEnv(Env):
         self.suite,self.how = spec["suite"],{k: spec[k] for k in ("protocol", "visuals", "cell") if k in spec}
         check_task(self.suite, spec["name"], **self.how)
         if spec.get("visuals") == "none": raise ValueError("an environment draws: visuals 'none' is for LiberoSim")
-        check_versions(); tree(libero_root(), folder_of(**self.how))    # now, not in a worker at its first episode
+        check_versions()    # now, not in a worker at its first episode
+        tree(libero_root(), folder_of(spec.get("protocol"), spec.get("visuals")))
         said = re.sub(r"^[A-Z_]+_SCENE\d+_", "", spec["name"]).replace("_", " ")   # the name without its scene
         super().__init__({"max_steps": 600, "prompt": said, **spec}, image_size, seed)
         self.sim,self.left = None,0

@@ -49,7 +49,7 @@ def check_versions(
                               f"pip install '{name}>={low},<{high}'")
     return found
 
-# %% ../../nbs/envs/64_libero_assets.ipynb #593a5ad3
+# %% ../../nbs/envs/64_libero_assets.ipynb #b8100f1d
 def _lay_out(p:Path, new:Path):
     "Fill the folder `new` from a folder or an archive, and write its index."
     there = layout(p if p.is_dir() else unpack(p, new/"unpacked"))
@@ -81,11 +81,16 @@ def _index(file, mtime):
     try: return read_json(file)
     except ValueError: return {}   # cut off: as good as not there
 
-def index(root:Path)->dict: # empty where nothing is prepared, or by another version of this page
-    "What was written down when a folder was prepared."
+def _noted(root:Path)->dict:
+    "The index of a folder, of whatever version; empty where there is none."
     file = Path(root)/INDEX
     d = _index(file, file.stat().st_mtime_ns) if file.is_file() else {}
-    return d if isinstance(d, dict) and d.get("format") == FORMAT else {}
+    return d if isinstance(d, dict) else {}
+
+def index(root:Path)->dict: # empty where nothing is prepared, or by another version of this page
+    "What was written down when a folder was prepared."
+    d = _noted(root)
+    return d if d.get("format") == FORMAT else {}
 
 # %% ../../nbs/envs/64_libero_assets.ipynb #64234d1b
 def damaged(
@@ -141,18 +146,16 @@ def lay_out(
         write_json(pointer(p), dict(root=str(root)))
     return root
 
-# %% ../../nbs/envs/64_libero_assets.ipynb #acad3304
+# %% ../../nbs/envs/64_libero_assets.ipynb #425ea2c0
 def prepared(
     say=print # called with each line of news
 )->Path|None: # the folder that `clvla-libero` prepared; None: there is none
     "What was prepared last; anew from its source when that was done by another version of this page."
     file = home()/"prepared.json"
     if (root := pointed(file)) or not file.is_file(): return root
-    old = Path(read_json(file)["root"])/INDEX
-    d = _index(old, old.stat().st_mtime_ns) if old.is_file() else {}
-    source = Path(str(d["source"])) if isinstance(d, dict) and d.get("source") else None
-    if source is None or not source.exists(): return None
-    root = lay_out(source, say); write_json(file, dict(root=str(root)))
+    source = _noted(Path(read_json(file)["root"])).get("source")
+    if not source or not Path(source).exists(): return None
+    root = lay_out(Path(source), say); write_json(file, dict(root=str(root)))
     return root
 
 # %% ../../nbs/envs/64_libero_assets.ipynb #0f987e7e

@@ -17,7 +17,7 @@ from .libero_assets import bootstrap, init_states, tree
 from .libero_states import N_STATES, SUITES, task_names
 from .render import FastRenderer
 
-# %% ../../nbs/envs/65_libero_sim.ipynb #0ddafc4f
+# %% ../../nbs/envs/65_libero_sim.ipynb #823c36ff
 PROTOCOLS,VISUALS = ("fast", "published"),("lite", "full", "none")
 
 def check_task(
@@ -34,7 +34,7 @@ def check_task(
     if type(cell) not in (int, float) or not 0 <= cell < .1:
         raise ValueError(f"cell is the edge of a grid in metres, 0 to 0.1; found {cell!r}")
 
-def folder_of(protocol="fast", visuals=None, cell=0.)->str:
+def folder_of(protocol="fast", visuals=None)->str:
     "Which folder of the assets a way of simulating needs, \"lite\" or \"full\"."
     return "full" if protocol == "published" or visuals == "full" else "lite"
 
@@ -202,7 +202,7 @@ def __call__(self:FusedStep,
     self.domain.cur_time += self.domain.control_timestep; self.domain._post_process()
     return bool(self.domain._check_success())
 
-# %% ../../nbs/envs/65_libero_sim.ipynb #e9fbd4be
+# %% ../../nbs/envs/65_libero_sim.ipynb #1050a0e2
 # steps of settling; their action, gripper open
 SETTLE,NOOP = 10,np.array([0, 0, 0, 0, 0, 0, -1.])
 
@@ -218,7 +218,7 @@ class LiberoSim:
     ):
         check_task(suite, name, protocol, visuals, cell)
         self.suite,self.name,self.published,self.cell = suite,name,protocol == "published",cell
-        self.blind = visuals == "none" and not self.published
+        self.blind = visuals == "none"
         self.which = folder_of(protocol, visuals)
         root = bootstrap(which=self.which)
         if self.which != tree(root, self.which) and not cell: self.cell = .01   # assets without lighter meshes

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SUITES', 'HELP', 'BROKEN', 'N_STATES', 'MAX_BYTES', 'HEAD', 'TYPE', 'TAIL', 'PROGRAM', 'package', 'task_names',
-           'checked', 'read_pickled', 'read_npz', 'suite_states']
+           'mixes', 'checked', 'read_pickled', 'read_npz', 'suite_states']
 
 # %% ../../nbs/envs/58_libero_states.ipynb #c294d8cb
 import importlib.util, lzma, re, tarfile, zipfile, zlib
@@ -30,8 +30,15 @@ def task_names(
     if suite not in SUITES: raise ValueError(f"LIBERO has no suite {suite!r}{closest(suite, SUITES)}")
     return sorted(p.stem for p in (package()/"bddl_files"/suite).glob("*.bddl"))
 
-# %% ../../nbs/envs/58_libero_states.ipynb #53628e72
-N_STATES,MAX_BYTES = 50,1 << 20
+# %% ../../nbs/envs/58_libero_states.ipynb #505d0efb
+N_STATES,MAX_BYTES = 50,1 << 20   # LIBERO's own starts of a task; size of a pickle
+
+def mixes(
+    first:int, n:int # trials first to first+n-1
+)->bool:
+    "Whether trials begin partly at LIBERO's own starts and partly at drawn ones."
+    return first < N_STATES < first+n
+
 HEAD = (rb"\x80\x02cnumpy.core.multiarray\n_reconstruct\nq\x00cnumpy\nndarray\nq\x01K\x00\x85q\x02"
         rb"c_codecs\nencode\nq\x03X\x01\x00\x00\x00bq\x04"
         rb"X\x06\x00\x00\x00latin1q\x05\x86q\x06Rq\x07\x87q\x08Rq\x09(K\x01K")
@@ -98,7 +105,7 @@ def read_npz(
         raise ValueError(f"{path} is no file of initial states: {e}; {HELP}") from e
     raise ValueError(f"{Path(path).stem} has no task {name!r}{closest(name, names)}")
 
-# %% ../../nbs/envs/58_libero_states.ipynb #8bdef7a0
+# %% ../../nbs/envs/58_libero_states.ipynb #099682df
 def suite_states(
     suite:str,  # one of SUITES
     folder=None # with `<suite>.npz` in it
@@ -106,6 +113,6 @@ def suite_states(
     "All initial states of a suite: from npz where there is one, else from the package's pickled files."
     if folder and (Path(folder)/f"{suite}.npz").is_file(): out = read_npz(Path(folder)/f"{suite}.npz")
     else: out = {p.stem: read_pickled(p) for p in sorted((package()/"init_files"/suite).glob("*.pruned_init"))}
-    gone = {p.stem for p in (package()/"bddl_files"/suite).glob("*.bddl")}-set(out)
+    gone = set(task_names(suite))-set(out)
     if gone: raise ValueError(f"no initial states for {len(gone)} tasks of {suite}, the first is {min(gone)}; {HELP}")
     return out

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core import read_json, write_json
 from .metrics import read_records, record_key
 
-# %% ../../nbs/eval/76_parts.ipynb #1123ff3f
+# %% ../../nbs/eval/76_parts.ipynb #0e066a86
 def plan_of(
     policy,      # what tells the policy from others, e.g. the sha256 of its weights, of each stage
     stages:list, # (stage_info, ids of the tasks that are tried then)
@@ -26,7 +26,7 @@ def plan_of(
     return dict(policy=policy, stages=[dict(info, tasks=list(ids)) for info,ids in stages], trials=list(trials),
                 seed=seed, batch=batch, part=list(part), **more)
 
-STACK = "torch","mujoco","robosuite","gl","device"  # what older plans do not name
+STACK = "torch","mujoco","robosuite","gl","device"  # what older plans do not name; assets always were
 
 def difference(
     old:dict, # plan that was begun
@@ -106,7 +106,7 @@ def merge(
     return Merged([found[k][0] for k in want if k in found], [k for k in want if k not in found],
                   [f"{a}/{b}" for a in range(b) if a not in have], {**first, "part": [0, 1]})
 
-# %% ../../nbs/eval/76_parts.ipynb #8f2d481f
+# %% ../../nbs/eval/76_parts.ipynb #625396d3
 def shares(
     clock:dict,   # of the queue
     n_workers:int # simulators' processes
@@ -127,6 +127,7 @@ def rates(
                 draw=per("draw", "pictures"), policy=c["policy"]/chunks, chunk=c["steps"]/chunks,
                 busy=1-shares(c, n_workers)["waiting"])
 
+# %% ../../nbs/eval/76_parts.ipynb #a052e822
 def forecast(
     rates:dict,   # what `rates` gave: begin, open, step, draw, policy in seconds; chunk, busy
     n_tasks:int,  # cells of the matrix that are played
@@ -134,7 +135,7 @@ def forecast(
     steps:float,  # mean length of an episode
     cores:int     # each runs one worker
 )->float:         # hours
-    "How long an evaluation takes: what the workers need, or the one policy, whichever is longer."
+    "How long an evaluation takes (eq. 1): what the workers need, or the one policy, whichever is longer."
     r,n = rates,n_tasks*n_trials
     work = n*(r["begin"]+steps*r["step"]+(1+steps/r["chunk"])*r["draw"])+(n_tasks+2*cores)*r["open"]
     return max(work/(cores*r["busy"]), n*steps/r["chunk"]*r["policy"])/3600

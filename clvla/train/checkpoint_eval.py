@@ -7,7 +7,7 @@ __all__ = ['EvalConfig', 'check_eval', 'points_of', 'check_starts', 'begin_eval'
            'stack_of', 'parts_of', 'gather', 'device_of', 'batch_of', 'left_out', 'eval_cl', 'clocked', 'arena_of',
            'begin_queue', 'processor_of', 'try_checkpoint']
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #c96652a7
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #9ef5f775
 import os, time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ import torch
 from ..core import config_from, config_json, read_json, write_json
 from ..data.stats import Processor
 from ..data.streams import stream_from
-from ..envs.libero_states import N_STATES
+from ..envs.libero_states import N_STATES, mixes
 from ..eval.metrics import record_key
 from ..eval.parts import difference, merge, plan_of, shares, write_plan
 from ..eval.queue import BATCH, Arena, part_of
@@ -73,7 +73,7 @@ def check_eval(
     check_starts(cfg, points_of(cfg)[1].tasks)
     return replace(cfg, run_dir=str(Path(cfg.run_dir).resolve()))
 
-# %% ../../nbs/train/58_checkpoint_eval.ipynb #914b37b1
+# %% ../../nbs/train/58_checkpoint_eval.ipynb #c8e858a4
 def points_of(cfg:EvalConfig)->tuple:
     "The checkpoints that are tried, and the stream of the last one."
     points = checkpoints(Path(cfg.run_dir)/"checkpoints", ends=True)[-1 if cfg.last_only else 0:]
@@ -86,7 +86,7 @@ def check_starts(
     "Raise ValueError where LIBERO's own starts and drawn ones would be mixed in one cell."
     first,n = cfg.first_trial,cfg.n_trials
     if first+n <= N_STATES or not any((t.env or {}).get("kind") == "libero" for t in tasks): return ""
-    if first < N_STATES:
+    if mixes(first, n):
         raise ValueError(f"trials {first} to {first+n-1} mix LIBERO's own {N_STATES} starts with drawn ones. For its "
                          f"own, set n_trials to {N_STATES-first} or less with this first_trial; for drawn ones, set "
                          f"first_trial to {N_STATES} or more")

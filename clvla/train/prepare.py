@@ -6,7 +6,7 @@
 __all__ = ['DEMO_SEED', 'START', 'PATIENCE', 'CHANCES', 'algo_arguments', 'check_strategy', 'check', 'check_libero', 'locked',
            'assets_of', 'demo_dir', 'make_store', 'demo_worker', 'make_all_demos', 'prepare', 'make_processor']
 
-# %% ../../nbs/train/54_prepare.ipynb #76548260
+# %% ../../nbs/train/54_prepare.ipynb #ae37ef84
 import fcntl, importlib, io, re, time
 from collections import Counter, deque
 from contextlib import contextmanager, redirect_stdout
@@ -25,7 +25,7 @@ from ..data.libero_tasks import MAX_STEPS, UNDEMONSTRATED
 from ..data.stats import Processor, compute_stats
 from ..data.streams import Stream, Task, make_stream
 from ..envs.base import make_env
-from ..envs.libero_states import N_STATES
+from ..envs.libero_states import N_STATES, mixes
 from ..envs.pool import Child, raise_as, recv, send, trim
 from ..policies.all import make_policy, policies
 from .config import RunConfig, hosts
@@ -93,7 +93,7 @@ def check(
     check_libero(cfg, [o for o in stream.tasks if (o.env or {}).get("kind") == "libero"])
     return stream
 
-# %% ../../nbs/train/54_prepare.ipynb #7124f691
+# %% ../../nbs/train/54_prepare.ipynb #9148fa5a
 def _read(task:Task)->bool: return (task.source or {}).get("kind") == "lerobot"
 
 def check_libero(
@@ -105,7 +105,7 @@ def check_libero(
         raise ValueError(f"demonstrations of {', '.join(never)} cannot be recorded: the experts never succeed there. "
                          f"Leave them out, suite={dict(base=cfg.suite, without=never)}, or train on a data set, "
                          "suite='FOLDER' or 'hf:ORG/NAME'")
-    if tasks and cfg.evaluate != "none" and cfg.n_trials > N_STATES:
+    if tasks and cfg.evaluate != "none" and mixes(0, cfg.n_trials):
         raise ValueError(f"n_trials {cfg.n_trials} would mix LIBERO's own {N_STATES} starts with drawn ones; set it to "
                          f"{N_STATES} or less, and try drawn ones afterwards: eval_cl with first_trial {N_STATES}")
     for o in tasks:
