@@ -24,7 +24,7 @@ from pathlib import Path
 
 from clvla.train.config import RunConfig, resolve
 from clvla.train.job import fingerprint
-from clvla.train.run import RunFolder
+from clvla.run.folder import RunFolder
 
 SMALL = dict(suite=dict(base="mw5", num_tasks=2), n_demos=2, steps_per_task=30, n_trials=3, rows_per_task=1, warmup=1, batch_size=8,
              save_every=5, n_workers=2, image_size=32)
@@ -62,7 +62,7 @@ def begin(cfg, name):
     "Start the training process of a run."
     console = open(Path(cfg.run_dir)/"console.txt", "a")
     with console:
-        return subprocess.Popen([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=console, stderr=subprocess.STDOUT,
+        return subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir], stdout=console, stderr=subprocess.STDOUT,
                                 start_new_session=True, env=os.environ | {MARK: name, "OMP_NUM_THREADS": "1"})
 
 

@@ -2,7 +2,7 @@
 import os, time
 from pathlib import Path
 import numpy as np
-from clvla.core import np_rng
+from clvla.core.seeds import np_rng
 from clvla.envs.base import Env, envs
 
 class DotEnv(Env):

@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from clvla.core import write_json
-from clvla.train.launch import as_child, emit, end_with_parent, launch_ranks
-from clvla.train.run import RunFolder
-from clvla.train.stop import Stopped, StopFlag
+from clvla.core.files import write_json
+from clvla.run.launch import as_child, emit, end_with_parent, launch_ranks
+from clvla.run.folder import RunFolder
+from clvla.run.stop import Stopped, StopFlag
 
 
 def work(path):

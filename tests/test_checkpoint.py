@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from clvla.batch import (global_rng_state, load_state, read_tensors, save_state, set_global_rng_state, torch_rng,
-                         write_tensors)
-from clvla.core import clean_temporary, fsync, json_text, os_error, read_json, sha256, write_atomic, write_json
+from clvla.core.batch import global_rng_state, set_global_rng_state, torch_rng
+from clvla.core.state import load_state, read_tensors, save_state, write_tensors
+from clvla.core.files import clean_temporary, fsync, json_text, os_error, read_json, sha256, write_atomic, write_json
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.base import save_policy
-from clvla.train.checkpoint import (check_checkpoint, checkpoints, clean, is_inside, latest_checkpoint, latest_name,
-                                    load_checkpoint, prune, read_manifest, save_checkpoint)
+from clvla.run.checkpoint import (check_checkpoint, checkpoints, clean, is_inside, latest_checkpoint, latest_name,
+    load_checkpoint, prune, read_manifest, save_checkpoint)
 
 torch.set_num_threads(1)
 NAMES = ("000-handle-press", "001+000120-window-close", "001-window-close")
@@ -195,7 +195,7 @@ def test_files_that_nobody_named(two):
 
 
 def test_a_file_that_cannot_be_read(two, monkeypatch):
-    import clvla.train.checkpoint as c
+    import clvla.run.checkpoint as c
     def bad(p):
         if Path(p).parent.name == NAMES[1] and Path(p).name == "config.json": raise OSError(errno.EIO, "Input/output error")
         return sha256(p)

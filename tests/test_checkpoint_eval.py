@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as NS
 import pytest, torch
-from clvla.core import read_json, write_json
+from clvla.core.files import read_json, write_json
 from clvla.eval.parts import merge
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
 from clvla.train.config import RunConfig, resolve
 from clvla.train.job import train_cl
-from clvla.train.run import RunFolder
-from clvla.train.stop import Stopped
+from clvla.run.folder import RunFolder
+from clvla.run.stop import Stopped
 
 ce,SECOND = sys.modules["clvla.train.checkpoint_eval"],"001-window-close"
 

@@ -1,16 +1,18 @@
 """Continual learning: sampling laws, the order of hooks, MIR's score and its traces, EWC against known answers, exact state."""
 from copy import deepcopy
 import numpy as np, pytest, torch
-from clvla.batch import load_state, save_state, take, torch_rng
+from clvla.core.state import load_state, save_state
+from clvla.core.batch import take, torch_rng
 from clvla.cl.all import algos, make_algo
-from clvla.cl.base import CLAlgorithm, CLContext, Compose, Engine, call_hook, cl_step, flatten, unflatten, unwrap_optimizer
+from clvla.cl.base import (CLAlgorithm, CLContext, Compose, Engine, call_hook, cl_step, flatten, unflatten,
+    unwrap_optimizer)
 from clvla.cl.buffer import Reservoir, TaskBuffer, check_choice, check_count, draw_positions, quotas, slots
 from clvla.cl.er import ER, n_replay
 from clvla.cl.ewc import EWC, check_finite, fisher
 from clvla.cl.mir import MIR, adamw_step, interference, rank_correlation, true_change
 from clvla.cl.quick import QuickLoader, quick_context, quick_losses, quick_run, quick_stream, quick_task
 from clvla.cl.sequential import Sequential
-from clvla.core import INDEX, STATE, TASK_ID
+from clvla.core.names import INDEX, STATE, TASK_ID
 
 torch.set_num_threads(1)
 STREAM = quick_stream(0)

@@ -3,8 +3,10 @@ import json, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest
-from clvla.core import np_rng, write_json
-from clvla.eval.compare import REPEAT, cost_table, group, holm, label, paired_table, read_run, read_runs, summary, versus, wide
+from clvla.core.seeds import np_rng
+from clvla.core.files import write_json
+from clvla.eval.compare import (REPEAT, cost_table, group, holm, label, paired_table, read_run, read_runs, summary,
+    versus, wide)
 from clvla.eval.stats import mcnemar
 from clvla.train.config import FREE
 

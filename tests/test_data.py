@@ -4,17 +4,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from clvla.core import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID, read_json, write_json
+from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
+from clvla.core.files import read_json, write_json
 from clvla.data.demos import FIRST_TRIAL, make_demos, noise_of, recipe, record, record_one
 from clvla.data.frames import FrameStore, check_episode, check_files, chunk_index, reuse_store, write_store
 from clvla.data.lerobot import camera_map, episode_list, fingerprint, import_lerobot, import_task, read_lerobot
 from clvla.data.lerobot_write import decode_image, encode_png, features, lerobot_ready, write_lerobot
-from clvla.data.libero_tasks import SUITE_OF, libero_id, libero_prompt
+from clvla.envs.libero.tasks import SUITE_OF, libero_id, libero_prompt
 from clvla.data.loader import TaskData, TaskLoader
-from clvla.data.stats import (Processor, array_stats, check_stats, compute_stats, modes, read_stats, recompute_stats,
-                              write_stats)
-from clvla.data.streams import (MT50, Stream, Task, make_stream, metaworld_task, partitions, stream_from, stream_json,
-                                streams)
+from clvla.data.stats import (Processor, array_stats, check_stats, compute_stats, modes, read_stats,
+    recompute_stats, write_stats)
+from clvla.data.streams import (MT50, Stream, Task, make_stream, metaworld_task, partitions, stream_from,
+    stream_json, streams)
 
 torch.set_num_threads(1)
 KEYS = (IMAGE, STATE, ACTION)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clvla.core import sha256
+from clvla.core.files import sha256
 from clvla.data.streams import Stream, Task
 from clvla.train import prepare as P
 from clvla.train.config import RunConfig, resolve

@@ -2,9 +2,9 @@
 import os, subprocess, sys, time
 import numpy as np
 import pytest
-from clvla.core import IMAGE, STATE
+from clvla.core.names import IMAGE, STATE
 from clvla.envs.base import envs, make_env, use_gl
-from clvla.envs.metaworld import MetaWorldEnv, reset_sim
+from clvla.envs.metaworld.env import MetaWorldEnv, reset_sim
 from clvla.envs.render import FastRenderer, decimate
 
 def spec(name="drawer-close-v3", **kw): return {"kind": "metaworld", "name": name, **kw}

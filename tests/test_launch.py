@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from chaos import alive, wait_for
-from clvla.core import write_json
+from clvla.core.files import write_json
 from clvla.train.config import RunConfig, resolve
-from clvla.train.launch import commands, explain, launch, start
-from clvla.train.run import RunFolder, descendants
-from clvla.train.watch import Run
+from clvla.run.launch import commands, explain, launch, start
+from clvla.run.folder import RunFolder, descendants
+from clvla.run.watch import Run
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -47,11 +47,11 @@ def pids(run, world):
 
 def as_page(run, act="launch('ranks_work', PATH)"):
     "A page: a process that launches the run."
-    code = f"from clvla.train.launch import launch, start; PATH = {str(run.path)!r}; {act}"
+    code = f"from clvla.run.launch import launch, start; PATH = {str(run.path)!r}; {act}"
     return subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
-HOLD = "from clvla.train.run import RunFolder as R\nwith R({!r}).lock(): print(flush=True); input()"
+HOLD = "from clvla.run.folder import RunFolder as R\nwith R({!r}).lock(): print(flush=True); input()"
 
 
 def test_one_writer(tmp_path):
@@ -74,7 +74,7 @@ def test_one_writer(tmp_path):
 
 def test_many_looks_do_not_keep_a_run_out(tmp_path):
     run = begun(tmp_path/"run")
-    look = f"from clvla.train.run import RunFolder as R; r = R({str(run.path)!r}); print(flush=True)\nwhile True: r.holder"
+    look = f"from clvla.run.folder import RunFolder as R; r = R({str(run.path)!r}); print(flush=True)\nwhile True: r.holder"
     p = subprocess.Popen([sys.executable, "-c", look], stdout=subprocess.PIPE)
     p.stdout.readline()
     try:
@@ -197,7 +197,7 @@ def test_sigkill_leaves_no_process(tmp_path, who):
 def test_detached_run_survives_its_page(tmp_path):
     "The process that started it is killed; the run is followed from here to its end."
     run = begun(tmp_path/"run", dict(steps=60, pause=.1))
-    page = as_page(run, "from clvla.train.watch import Run; start(PATH, detached=True, module='ranks_work'); "
+    page = as_page(run, "from clvla.run.watch import Run; start(PATH, detached=True, module='ranks_work'); "
                         "print(Run.open(PATH).status); import time; time.sleep(99)")
     assert page.stdout.readline().strip() == "starting"
     child, _ = pids(run, 1)
@@ -232,7 +232,7 @@ def test_two_machines(tmp_path):
     both = commands(run.cfg)
     assert len(both) == 2 and all(f"--node_rank {k}" in c and "--nnodes 2" in c for k, c in enumerate(both))
     first = subprocess.Popen([sys.executable, "-m", "ranks_work", str(run.path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    words = [w.replace("clvla.train", "ranks_work") if w == "clvla.train" else w for w in shlex.split(both[1])]
+    words = [w.replace("clvla.run", "ranks_work") if w == "clvla.run" else w for w in shlex.split(both[1])]
     env, words = dict(w.split("=") for w in words[:2]), [sys.executable, *words[3:]]
     second = subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=60)
     assert second.returncode == 0, second.stderr
@@ -244,7 +244,7 @@ def test_a_machine_that_never_comes(tmp_path):
     with pytest.raises(RuntimeError, match="did not find one another within 0.05 minutes"): launch("ranks_work", run.path, show=len)
 
 
-HANG = """import datetime, time, torch, torch.distributed as dist; from clvla.train.launch import as_child
+HANG = """import datetime, time, torch, torch.distributed as dist; from clvla.run.launch import as_child
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2)); x = torch.ones(1); dist.all_reduce(x)
 def work():
     if dist.get_rank() == 1: time.sleep(6)

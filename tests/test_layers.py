@@ -44,7 +44,7 @@ def test_imports_flow_down(path):
     ("clvla.policies.tiny", ["lerobot", "mujoco", "metaworld", "transformers"]),
     ("clvla.train.job", ["lerobot", "mujoco", "metaworld", "transformers", "datasets", "deepspeed"]),
     ("clvla.envs.pool", ["torch", "mujoco", "metaworld", "lerobot"]),
-    ("clvla.envs.metaworld", ["torch", "mujoco", "lerobot"]),
+    ("clvla.envs.metaworld.env", ["torch", "mujoco", "lerobot"]),
     ("clvla.eval.metrics", ["torch", "pandas", "plotly", "mujoco"]),
     ("clvla.eval.stats", ["torch", "plotly", "mujoco"]),
 ])

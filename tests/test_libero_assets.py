@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from libero_help import libero_root, without_full
 
-from clvla.envs import libero_assets as assets
-from clvla.envs.libero_files import KNOWN, check_whole, layout, unpack
-from clvla.envs.libero_states import SUITES, package, read_npz, read_pickled
+from clvla.envs.libero.env import assets
+from clvla.envs.libero.files import KNOWN, check_whole, layout, unpack
+from clvla.envs.libero.states import SUITES, package, read_npz, read_pickled
 
 ROOT = libero_root()
 HERE = Path(__file__).resolve().parents[1]
@@ -105,8 +105,8 @@ def test_converted_states_equal_the_archives_and_no_pickle_runs():
     "All 130, in a process that notes every attempt of a pickle to name something."
     code = """
 import sys
-from clvla.envs.libero_states import SUITES, suite_states
-from clvla.envs.libero_files import KNOWN, states_fingerprint
+from clvla.envs.libero.states import SUITES, suite_states
+from clvla.envs.libero.files import KNOWN, states_fingerprint
 seen = []
 sys.addaudithook(lambda event, args: seen.append(args) if event.startswith("pickle.") else None)
 n = 0
@@ -218,7 +218,7 @@ def test_a_half_prepared_folder_does_not_count(place):
 
 
 def test_processes_that_begin_at_once_prepare_once(place):
-    code = "import sys; from clvla.envs import libero_assets as a; p = a._lay_out; n = []\n" \
+    code = "import sys; from clvla.envs.libero import assets as a; p = a._lay_out; n = []\n" \
            "a._lay_out = lambda *x: (n.append(1), p(*x)); print(len(n) if a.libero_root(sys.argv[1]) is None else a.libero_root(sys.argv[1]), len(n))"
     ps = [subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.PIPE, text=True, cwd=HERE) for _ in range(3)]
     out = [p.communicate(timeout=120)[0].split() for p in ps]
@@ -230,7 +230,7 @@ def test_processes_that_begin_at_once_prepare_once(place):
 def test_nobody_is_asked_and_nothing_is_fetched(tmp_path):
     code = """
 import os, sys
-from clvla.envs.libero_assets import bootstrap
+from clvla.envs.libero.assets import bootstrap
 root = bootstrap(which="lite")
 import libero.libero
 assert libero.libero.get_assets_path() == str(root/"lite"), libero.libero.get_assets_path()
@@ -249,7 +249,7 @@ def test_a_display_is_no_way_to_draw(monkeypatch):
 def test_both_ways_to_draw_agree(tmp_path):
     "robosuite would set MUJOCO_GL to egl; the picture's process says what was used."
     from PIL import Image
-    code = ("import os, sys; from clvla.envs.libero_assets import draw; want = os.environ['MUJOCO_GL']; draw(sys.argv[1]); "
+    code = ("import os, sys; from clvla.envs.libero.assets import draw; want = os.environ['MUJOCO_GL']; draw(sys.argv[1]); "
             "assert os.environ['MUJOCO_GL'] == os.environ['PYOPENGL_PLATFORM'] == want")
     made = []
     for gl in ("osmesa", "egl"):
@@ -261,7 +261,7 @@ def test_both_ways_to_draw_agree(tmp_path):
 # 5. the command, and how it is installed
 
 def test_the_command(tmp_path):
-    code = "import runpy, sys; sys.argv = ['clvla-libero', *sys.argv[1:]]; runpy.run_module('clvla.envs.libero_assets', run_name='__main__')"
+    code = "import runpy, sys; sys.argv = ['clvla-libero', *sys.argv[1:]]; runpy.run_module('clvla.envs.libero.assets', run_name='__main__')"
     p = python(code, ROOT, "--no-picture", CLVLA_DATA=str(tmp_path))
     assert p.returncode == 0 and "all is well" in p.stdout and "init_states: the known version" in p.stdout, p.stdout+p.stderr
     assert json.loads((tmp_path/"libero/prepared.json").read_text()) == dict(root=str(ROOT))
@@ -273,7 +273,7 @@ def test_the_command(tmp_path):
 
 def test_the_command_is_installed_and_the_extra_is_whole():
     cp = ConfigParser(delimiters=["="]); cp.read(HERE/"settings.ini", encoding="utf-8"); c = cp["DEFAULT"]
-    assert c["console_scripts"].split() == ["clvla-libero=clvla.envs.libero_assets:main"]
+    assert c["console_scripts"].split() == ["clvla-libero=clvla.envs.libero.assets:main"]
     asked = {r.split(">")[0].split("=")[0] for r in c["libero_requirements"].split()}
     assert asked == set(assets.VERSIONS) | {"huggingface_hub"}
     assert set(SUITES) == set(KNOWN["init_states"])

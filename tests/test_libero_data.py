@@ -8,13 +8,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from clvla.core import ACTION, IMAGE, IMAGES, PROMPT, STATE, read_json, write_json
-from clvla.data import libero_data as L
+from clvla.core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
+from clvla.core.files import read_json, write_json
+from clvla.envs.libero.env import data as L
 from clvla.data.layouts import GRIPPERS, PICTURES, axis_angle, check_layout, convert
 from clvla.data.lerobot import fingerprint, import_task, read_lerobot
 from clvla.data.lerobot_write import write_lerobot
-from clvla.data.libero_tasks import (LIMITS, MAX_STEPS, ORDERS, SUITE_OF, SUITES, libero_id, libero_order, libero_prompt,
-                                     libero_task)
+from clvla.envs.libero.tasks import (LIMITS, MAX_STEPS, ORDERS, SUITE_OF, SUITES, libero_id, libero_order,
+    libero_prompt, libero_task)
 from clvla.data.streams import make_stream, stream_from, stream_json
 from clvla.train.config import RunConfig, resolve
 from clvla.train.prepare import check, demo_dir, prepare

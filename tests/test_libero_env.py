@@ -4,16 +4,16 @@ import importlib
 import numpy as np
 import pytest
 
-from clvla.core import IMAGE, IMAGES, STATE
+from clvla.core.names import IMAGE, IMAGES, STATE
 from libero_help import libero_root, without_full
 
 libero_root()   # skips, or says what is wrong
 
-from clvla.data.libero_tasks import SUITES, libero_prompt
+from clvla.envs.libero.tasks import SUITES, libero_prompt
 from clvla.envs.base import make_env
-from clvla.envs.libero import LiberoEnv
-from clvla.envs.libero_assets import bootstrap, init_states
-from clvla.envs.libero_sim import LiberoSim, axis_angle
+from clvla.envs.libero.env import LiberoEnv
+from clvla.envs.libero.assets import bootstrap, init_states
+from clvla.envs.libero.sim import LiberoSim, axis_angle
 from clvla.envs.pool import EnvPool
 
 # one task per kind of scene; the ones that begin with something open are where stock LIBERO leaks
@@ -88,7 +88,7 @@ def test_full_meshes_are_those_of_the_published_protocol_and_light_ones_are_fewe
 def test_the_start_is_libero_s_own_state():
     "Before settling, the state is the stored one, bit for bit."
     suite,name = TASKS[0]; sim = LiberoSim(suite, name, visuals="none"); seen = []
-    import clvla.envs.libero_sim as m
+    import clvla.envs.libero.sim as m
     stock,m.SETTLE = m.SETTLE,0
     try:
         for t in (0, 49): sim.reset(t); seen.append(sim.domain.sim.get_state().flatten())
@@ -164,7 +164,7 @@ def test_a_published_chunk_is_seen_as_its_last_step():
 
 
 def test_one_sample_of_each_suite_can_be_made_begun_moved_and_drawn():
-    from clvla.data.libero_tasks import SUITES
+    from clvla.envs.libero.tasks import SUITES
     for suite,names in SUITES.items():
         for name in (names[-1], names[len(names)//2]):
             env = LiberoEnv(spec(suite, name, cameras=["front", "wrist"]), 32); obs = env.reset(0)
@@ -264,7 +264,7 @@ def test_a_start_that_is_refused_is_told_at_once_not_tried_again(monkeypatch, tm
     "An environment whose simulator cannot be built, in a worker: the reason comes back as it is, and no worker is lost."
     setup = tmp_path/"breaks.py"
     setup.write_text("""
-from clvla.envs import libero
+from clvla.envs.libero.env import env as libero
 def refuse(self): raise ValueError("its states belong to another version")
 libero.LiberoEnv._load = refuse
 """)
@@ -282,7 +282,7 @@ def test_the_first_thing_that_a_user_does(tmp_path):
     import subprocess
     import sys
     from pathlib import Path
-    from clvla.train.run import RunFolder
+    from clvla.run.folder import RunFolder
     root = Path(__file__).resolve().parents[1]
     p = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", str(root/"nbs/run_cl.ipynb"), str(tmp_path/"page.ipynb"),
                         "-p", "suite", "libero_five", "-p", "smoke", "True", "-p", "run_dir", str(tmp_path/"run"),

@@ -5,8 +5,8 @@ import pytest
 from libero_help import libero_root
 
 libero_root()
-from clvla.envs.libero_sim import LiberoSim
-from clvla.envs.libero_experts import play, solve
+from clvla.envs.libero.sim import LiberoSim
+from clvla.envs.libero.experts import play, solve
 
 KINDS = [("libero_goal", "turn_on_the_stove", 300), ("libero_goal", "put_the_bowl_on_the_plate", 300),
          ("libero_goal", "open_the_top_drawer_and_put_the_bowl_inside", 300),

@@ -9,7 +9,9 @@ import pytest
 from pyarrow import parquet as pq
 from safetensors import SafetensorError
 
-from clvla.core import ACTION, IMAGE, PROMPT, STATE, config_json, read_json, sha256, write_json
+from clvla.core.names import ACTION, IMAGE, PROMPT, STATE
+from clvla.core.config import config_json
+from clvla.core.files import read_json, sha256, write_json
 from clvla.data.frames import FrameStore, write_store
 from clvla.data.lerobot import camera_map, file_at, fingerprint, import_lerobot, read_lerobot
 from clvla.data.lerobot_write import decode_image, write_lerobot

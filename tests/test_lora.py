@@ -5,15 +5,16 @@ from types import SimpleNamespace
 import pytest, torch
 from safetensors.torch import load_file, save, save_file
 from torch import nn
-from clvla.batch import torch_rng
+from clvla.core.batch import torch_rng
 from clvla.cl.all import make_algo
 from clvla.cl.base import CLContext, call_hook, cl_step
 from clvla.cl.mir import interference
 from clvla.cl.quick import QuickData, QuickLoader, QuickStream
-from clvla.core import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID, sha256
+from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
+from clvla.core.files import sha256
 from clvla.policies.all import build_policy, load_policy, make_policy
 from clvla.policies.base import (Policy, init_weights, load_weights, n_params, param_groups, read_lora, save_base,
-                                 save_policy, stored_weights)
+    save_policy, stored_weights)
 from clvla.policies.ema import EMA
 from clvla.policies.heads import L1Head
 from clvla.policies.lora import adapted, add_lora, check_frozen, linear_names, merge_lora, trainable_report

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from chaos import alive, environment, wait_for
-from clvla.core import read_json
-from clvla.train.checkpoint import checkpoints
+from clvla.core.files import read_json
+from clvla.run.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.train.job import fingerprint
-from clvla.train.run import RunFolder, descendants
-from clvla.train.stop import EXIT_STOPPED
+from clvla.run.folder import RunFolder, descendants
+from clvla.run.stop import EXIT_STOPPED
 
 SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32,
              suite=dict(base="mw5", num_tasks=2))
@@ -33,7 +33,7 @@ def config(home, name, **kw): return resolve(RunConfig(data_dir=str(home/"data")
 def start(cfg, **env):
     RunFolder(cfg.run_dir).begin(cfg)
     with open(Path(cfg.run_dir)/"console.txt", "a") as f:
-        return subprocess.Popen([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=f, stderr=subprocess.STDOUT, start_new_session=True,
+        return subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir], stdout=f, stderr=subprocess.STDOUT, start_new_session=True,
                                 env=os.environ | {"OMP_NUM_THREADS": "1"} | env)
 
 

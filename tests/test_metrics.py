@@ -1,8 +1,8 @@
 "Metrics against hand-computed matrices, published definitions written out as loops, and missing cells."
 import json
 import numpy as np, pytest
-from clvla.eval.metrics import (JOINT, Score, aaa, asr, auc, bwt, forgetting, from_json, from_rates, from_records, fwt, la, libero_fwt, measure,
-                                nbt, read_records, score, to_json, upto)
+from clvla.eval.metrics import (JOINT, Score, aaa, asr, auc, bwt, forgetting, from_json, from_rates, from_records,
+    fwt, la, libero_fwt, measure, nbt, read_records, score, to_json, upto)
 
 nan = float("nan")
 R3 = [[.9, .2, .1], [.6, .8, .3], [.4, .7, .8]]   # columns in training order

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from clvla.batch import load_state, save_state, write_tensors
-from clvla.core import ACTION, IMAGE, PROMPT, STATE, read_json, write_json
+from clvla.core.state import load_state, save_state, write_tensors
+from clvla.core.names import ACTION, IMAGE, PROMPT, STATE
+from clvla.core.files import read_json, write_json
 from clvla.data.frames import FrameStore, write_store
 from clvla.data.lerobot import import_lerobot
 from clvla.data.lerobot_write import write_lerobot
@@ -21,9 +22,9 @@ from clvla.data.stats import Processor, compute_stats, read_stats, write_stats
 from clvla.data.streams import make_stream, stream_from, stream_json
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.base import load_weights, read_policy_config, save_policy
-from clvla.train.checkpoint import check_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from clvla.run.checkpoint import check_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from clvla.train.config import RunConfig, read_config, resolve
-from clvla.train.run import RunFolder
+from clvla.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 

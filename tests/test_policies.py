@@ -1,8 +1,8 @@
 "What every policy promises: shapes, gradients, padding, repeatability, storage, and errors that say what to do."
 import json, subprocess, sys, zlib
 import pytest, torch
-from clvla.batch import take, torch_rng
-from clvla.core import ACTION, IMAGE, IMAGES, PAD, PROMPT, STATE
+from clvla.core.batch import take, torch_rng
+from clvla.core.names import ACTION, IMAGE, IMAGES, PAD, PROMPT, STATE
 from clvla.policies.all import load_policy, make_policy, policies
 from clvla.policies.base import load_weights, n_params, param_groups, save_policy
 from clvla.policies.ema import EMA

@@ -3,7 +3,7 @@ import gc, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 import pytest
-from clvla.core import IMAGE, IMAGES, STATE
+from clvla.core.names import IMAGE, IMAGES, STATE
 from clvla.envs.pool import EnvPool, recv, send
 
 HERE = str(Path(__file__).parent)
@@ -393,6 +393,6 @@ def test_sigkill_of_the_parent_leaves_nothing():
     assert all(gone(w) for w in workers)
 
 def test_workers_import_no_torch():
-    code = "import sys, clvla.envs.pool, clvla.envs.metaworld, clvla.envs.render; print([m for m in ('torch','mujoco','metaworld','lerobot') if m in sys.modules])"
+    code = "import sys, clvla.envs.pool, clvla.envs.metaworld.env, clvla.envs.render; print([m for m in ('torch','mujoco','metaworld','lerobot') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
     assert out.stdout.strip() == "[]", out

@@ -4,7 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace as NS
 import numpy as np, pytest, torch
 import dot_env  # registers the kind in this process
-from clvla.core import ACTION, IMAGE, STATE, np_rng
+from clvla.core.names import ACTION, IMAGE, STATE
+from clvla.core.seeds import np_rng
 from clvla.data.stats import Processor
 from clvla.eval.metrics import record_key
 from clvla.eval.parts import Book, merge, plan_of
@@ -213,7 +214,7 @@ def test_parts_of_a_run_that_has_grown_meanwhile_are_merged(tmp_path):
 def test_parts_made_with_other_assets_are_not_merged(tmp_path, monkeypatch):
     "The plan of a queue over LIBERO's tasks names their assets; that of other kinds is as it was."
     from clvla.train import checkpoint_eval as ce
-    from clvla.train.run import RunFolder
+    from clvla.run.folder import RunFolder
     for k,v in dict(weights_of=lambda p: {"weights": "12ab"}, cells_of=lambda *a: (INFO, ["x"]), load_policy=lambda p: Guided(),
                     processor_of=lambda p: PROC).items(): monkeypatch.setattr(ce, k, v)
     def begin(kind, assets, part="0/1"):
@@ -230,7 +231,7 @@ def test_parts_made_with_other_assets_are_not_merged(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="parts of different evaluations: assets"): begin("libero", one)
 
 def test_own_and_drawn_starts_of_libero_are_not_mixed():
-    from clvla.envs.libero_states import N_STATES
+    from clvla.envs.libero.states import N_STATES
     from clvla.train.checkpoint_eval import EvalConfig, check_starts
     say = lambda first, n, kind="libero": check_starts(EvalConfig(first_trial=first, n_trials=n), [NS(env=None), NS(env=dict(kind=kind))])
     assert N_STATES == 50 and say(0, 50) == say(49, 1) == say(0, 51, "metaworld") == "" and "trials 50 to 69 are drawn" in say(50, 20)
@@ -269,7 +270,7 @@ def test_libero_tasks_share_a_slot_and_a_lost_worker_loses_nothing():
     "Two suites in one slot, two cameras; once the other way, with more rows and a worker that is killed: the same episodes."
     from libero_help import libero_root
     libero_root()
-    from clvla.data.libero_tasks import libero_task
+    from clvla.envs.libero.tasks import libero_task
     ts = [libero_task("libero_goal", "turn_on_the_stove"), libero_task("libero_object", "pick_up_the_butter_and_place_it_in_the_basket")]
     for t in ts: t.env["max_steps"] = 16
     proc,logs,cams = Processor({STATE: flat(8), ACTION: flat(7)}),[],("front", "wrist")

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from chaos import chaos, wait_for
-from clvla.batch import load_state
-from clvla.core import read_json
-from clvla.train.checkpoint import checkpoints
+from clvla.core.state import load_state
+from clvla.core.files import read_json
+from clvla.run.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.train.job import fingerprint, train_cl
-from clvla.train.run import RunFolder
-from clvla.train.stop import EXIT_STOPPED, Stopped
+from clvla.run.folder import RunFolder
+from clvla.run.stop import EXIT_STOPPED, Stopped
 
 SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, n_workers=1, image_size=32,
              suite=dict(base="mw5", num_tasks=2))
@@ -219,13 +219,13 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
 
 QUEUE = """
 import sys, clvla.eval.queue as q
-from clvla.train.__main__ import main
-from clvla.train.launch import as_child
+from clvla.run.__main__ import main
+from clvla.run.launch import as_child
 q.HEAVY = ("libero", "metaworld"); as_child(lambda: main(sys.argv[1:]))
 """
 
 
-def child(cfg, start=("-m", "clvla.train"), **env):
+def child(cfg, start=("-m", "clvla.run"), **env):
     RunFolder(cfg.run_dir).begin(cfg)
     return subprocess.Popen([sys.executable, *start, cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env=os.environ | env)
@@ -347,7 +347,7 @@ def test_a_lost_device_ends_the_run_with_its_reason(data, tmp_path, undisturbed,
 
 
 def test_no_space_inside_a_task_is_said_and_training_goes_on(data, tmp_path, undisturbed, monkeypatch):
-    import clvla.train.checkpoint as c
+    import clvla.run.checkpoint as c
     real, said = c.save_state, []
 
     def full(path, state):
@@ -392,7 +392,7 @@ def test_a_moved_folder_goes_on_where_it_is_and_free_settings_arrive(data, tmp_p
     moved = Path(cfg.run_dir).rename(tmp_path/"moved")
     run = RunFolder(moved)
     assert run.begin(replace(run.cfg, keep=7, n_workers=3)) == "continued" and (run.cfg.keep, run.cfg.n_workers) == (7, 3)
-    assert subprocess.run([sys.executable, "-m", "clvla.train", str(moved)], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-m", "clvla.run", str(moved)], timeout=120).returncode == 0
     assert run.done and not (tmp_path/"run").exists() and fingerprint(moved) == undisturbed(algo="er", evaluate="none")
 
 
@@ -408,7 +408,7 @@ def test_a_second_process_is_refused(data, tmp_path):
 
 
 def child_of(cfg):
-    return subprocess.run([sys.executable, "-m", "clvla.train", cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "clvla.run", cfg.run_dir], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
 
 
 def test_kills_at_random_moments(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace as NS
 import numpy as np, pytest, torch
 from PIL import Image
 import dot_env  # registers the kind in this process
-from clvla.core import ACTION, STATE
+from clvla.core.names import ACTION, STATE
 from clvla.data.stats import Processor
 from clvla.envs.base import make_env
 from clvla.eval.metrics import record_key

@@ -13,11 +13,11 @@ from types import SimpleNamespace as NS
 import nbformat
 import pytest
 
-from clvla.core import read_json, write_json
-from clvla.train.checkpoint import check_checkpoint, checkpoints
+from clvla.core.files import read_json, write_json
+from clvla.run.checkpoint import check_checkpoint, checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.train.job import fingerprint, train_cl
-from clvla.train.run import RunFolder
+from clvla.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, threads=1, n_workers=2,
@@ -156,7 +156,7 @@ def test_not_a_number_stops_the_run_at_once(data, tmp_path):
 
 def test_a_full_disk_leaves_the_previous_checkpoint(data, tmp_path, monkeypatch):
     cfg = config(data, tmp_path/"full", algo="er", evaluate="none")
-    import clvla.train.checkpoint as c
+    import clvla.run.checkpoint as c
     real = c.save_state
 
     def full(path, state):
@@ -248,7 +248,7 @@ def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
     "The child and its simulators end with the process that started them."
     cfg = config(data, tmp_path/"run", algo="er", steps_per_task=2000)
     RunFolder(cfg.run_dir).begin(cfg)
-    code = f"from clvla.train.launch import launch; launch('clvla.train', {cfg.run_dir!r})"
+    code = f"from clvla.run.launch import launch; launch('clvla.run', {cfg.run_dir!r})"
     p = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     log = Path(cfg.run_dir)/"log.jsonl"
     until = time.time()+120
@@ -265,7 +265,7 @@ def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
 
 def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatch):
     import importlib.metadata as im
-    from clvla.train.run import versions
+    from clvla.run.folder import versions
     there = lambda *names: monkeypatch.setattr(im, "distributions", lambda: [NS(metadata={"Name": n}, version="1") for n in names])
     there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
     assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "metaworld")] == ["1"]*5+["not installed"]
@@ -276,7 +276,7 @@ def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monke
     "GL backend and LIBERO's assets among them; a folder from before they were noted notes them now."
     import clvla.train.job as job
     run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
-    monkeypatch.setattr("clvla.train.run.versions", lambda: now); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "12ab"} if env else {})
+    monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "12ab"} if env else {})
     tasks = [NS(env=dict(kind="libero"), source=dict(kind="demos")), NS(env=None, source=None)]
     begun = NS(run=run, cfg=NS(evaluate="lower"), stream=NS(tasks=tasks), say=said.append)
     write_json(tmp_path/"versions.json", dict(torch="2.9"))   # as written before
@@ -286,7 +286,7 @@ def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monke
 
 
 def test_looking_at_the_gl_backend_chooses_none(monkeypatch):
-    from clvla.train.run import gl_now
+    from clvla.run.folder import gl_now
     for k in ("MUJOCO_GL", "LP_NUM_THREADS"): monkeypatch.delenv(k, raising=False)
     assert gl_now() in ("osmesa", "egl") and not {"MUJOCO_GL", "LP_NUM_THREADS"} & set(os.environ)
     monkeypatch.setenv("MUJOCO_GL", "crayons"); assert gl_now() == "none" and os.environ["MUJOCO_GL"] == "crayons"

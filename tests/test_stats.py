@@ -1,10 +1,10 @@
 "Intervals against known values and by simulation; paired tests against exact binomials."
 from math import comb
 import numpy as np, pytest
-from clvla.core import np_rng
+from clvla.core.seeds import np_rng
 from clvla.eval.metrics import SuccessMatrix, asr, bwt
-from clvla.eval.stats import (Outcomes, centred, final, mcnemar, metric_intervals, outcomes, paired, resample, seed_intervals, t_interval,
-                              t_quantile, wilson)
+from clvla.eval.stats import (Outcomes, centred, final, mcnemar, metric_intervals, outcomes, paired, resample,
+    seed_intervals, t_interval, t_quantile, wilson)
 
 KNOWN = [(20, 0, 0, .161), (20, 10, .299, .701), (20, 18, .699, .972), (20, 20, .839, 1), (50, 38, .626, .857), (50, 45, .786, .957),
          (50, 50, .929, 1), (500, 385, .731, .805), (1500, 1155, .748, .791)]

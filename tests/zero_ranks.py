@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from accelerate import Accelerator, InitProcessGroupKwargs
-from clvla.batch import load_state, save_state, torch_rng
+from clvla.core.state import load_state, save_state
+from clvla.core.batch import torch_rng
 from clvla.cl.base import Engine
-from clvla.core import ACTION, IMAGE, PAD, PROMPT, STATE
+from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
 from clvla.policies.all import make_policy
 from clvla.policies.ema import EMA
 from clvla.train.zero import make_zero
