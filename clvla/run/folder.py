@@ -15,7 +15,7 @@ from ..core.files import clean_temporary, read_json, write_atomic, write_json
 from ..core.config import config_json
 from ..envs.base import use_gl
 from ..eval.metrics import record_key
-from ..train.config import RunConfig, differences, read_config
+from .config import RunBase, differences, read_config
 
 # %% ../../nbs/run/00_folder.ipynb #d51708a3
 def append_jsonl(
@@ -67,7 +67,7 @@ class RunFolder:
         self.path,self.rank,self.t0 = Path(path),rank,time.time()
 
     def begin(self,
-        cfg:RunConfig # resolved settings
+        cfg:RunBase # resolved settings
     )->str:           # "new", "continued" or "done"
         "Claim the folder for `cfg`; ValueError when it has another config, or another process writes to it."
         if (self.path/"config.json").exists():
@@ -86,7 +86,7 @@ class RunFolder:
     @property
     def done(self)->bool: return (self.path/"done.json").exists()
     @property
-    def cfg(self)->RunConfig: return read_config(self.path)
+    def cfg(self)->RunBase: return read_config(self.path)
     def logs(self, say=print)->list: return read_jsonl(self.path/"log.jsonl", say)
     def log(self, **record):
         if self.rank == 0: append_jsonl(self.path/"log.jsonl", record)

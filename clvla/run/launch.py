@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from IPython.display import display
 from tqdm.std import tqdm
-from ..train.config import RunConfig, hosts
+from .config import RunBase, hosts
 from .folder import descendants
 from .stop import EXIT_STOPPED, Stopped
 
@@ -208,7 +208,7 @@ def as_child(
 PORT = 29500  # where the machines meet; "host:port" for the first one changes it
 
 def rank_args(
-    cfg:RunConfig, # num_processes, machines, timeout
+    cfg:RunBase, # num_processes, machines, timeout
     node:int=0     # number of this machine
 )->list:
     "Arguments of `torch.distributed.run` for one machine."
@@ -221,7 +221,7 @@ def rank_args(
             "--rdzv_conf", f"timeout={round(60*cfg.timeout)}", *each]
 
 def commands(
-    cfg:RunConfig # resolved settings
+    cfg:RunBase # resolved settings
 )->list:          # one command per machine
     "What to type on each machine of a run."
     env = f"OMP_NUM_THREADS={cfg.threads} "+"ACCELERATE_USE_CPU=true "*(cfg.device == "cpu")
@@ -276,7 +276,7 @@ def outcome(
 
 # %% ../../nbs/run/03_launch.ipynb #a3109269
 def launch_ranks(
-    cfg:RunConfig,       # of a run that was begun
+    cfg:RunBase,       # of a run that was begun
     module="clvla.run" # what each process runs, with the run folder as its argument
 )->int:                  # exit code: 0 done, 75 stopped, 1 failed
     "Start this machine's processes of a run, pass signals on, and wait; RuntimeError when machines do not meet."
