@@ -8,7 +8,7 @@ from clvla.core.files import read_json, write_json
 from clvla.eval.parts import merge
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
 from clvla.train.config import RunConfig, resolve
-from clvla.train.job import train_cl
+from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 from clvla.run.stop import Stopped
 
