@@ -8,7 +8,8 @@ __all__ = ['main']
 # %% ../../nbs/run/06_main.ipynb #bccfeac6
 import os, sys
 from ..train.config import hosts
-from .launch import as_child, end_with_parent, launch_ranks
+from .child import as_child, end_with_parent
+from .ranks import launch_ranks
 from .folder import RunFolder
 
 # %% ../../nbs/run/06_main.ipynb #51f9561a

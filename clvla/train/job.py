@@ -26,7 +26,7 @@ from ..policies.all import build_policy
 from ..policies.base import load_weights, read_lora, save_base, save_policy
 from ..run.checkpoint import checkpoints, clean, latest_checkpoint, load_checkpoint, prune, save_checkpoint
 from .config import RunConfig, resolve
-from ..run.launch import emit, explain
+from ..run.child import emit, explain
 from .prepare import algo_arguments, assets_of, check, make_processor, prepare
 from ..run.folder import Cost, RunFolder, append_jsonl, keep_records
 from ..run.stop import StopFlag, Stopped

@@ -30,7 +30,7 @@ from ..envs.libero.states import N_STATES, mixes
 from ..envs.pool import Child, raise_as, recv, send, trim
 from ..policies.all import make_policy, policies
 from .config import RunConfig, hosts
-from ..run.launch import emit
+from ..run.child import emit
 
 # %% ../../nbs/train/03_prepare.ipynb #4c19759c
 def algo_arguments(
