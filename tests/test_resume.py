@@ -222,7 +222,7 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
 QUEUE = """
 import sys, clvla.eval.queue as q
 from clvla.run.__main__ import main
-from clvla.run.launch import as_child
+from clvla.run.child import as_child
 q.HEAVY = ("libero", "metaworld"); as_child(lambda: main(sys.argv[1:]))
 """
 

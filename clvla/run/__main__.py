@@ -10,7 +10,8 @@ import os, sys
 from .all import evaluations
 from .config import world_of
 from .plugins import plugins_of
-from .launch import as_child, end_with_parent, launch_ranks
+from .child import as_child, end_with_parent
+from .ranks import launch_ranks
 from .folder import RunFolder
 
 # %% ../../nbs/run/06_main.ipynb #51f9561a

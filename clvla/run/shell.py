@@ -20,7 +20,7 @@ from ..eval.metrics import record_key
 from .all import learners
 from .checkpoint import checkpoints, clean, latest_checkpoint, load_checkpoint, prune, save_checkpoint
 from .folder import Cost, RunFolder, append_jsonl, keep_records
-from .launch import explain
+from .child import explain
 from .plugins import check_changed, keep_plugins, stored_plugins
 from .stop import StopFlag, Stopped
 

@@ -25,7 +25,7 @@ from ..policies.all import load_policy
 from ..run.checkpoint import check_checkpoint, checkpoints, read_manifest
 from ..run.config import read_config
 from .learner import POOL_SEED
-from ..run.launch import emit
+from ..run.child import emit
 from .prepare import assets_of
 from ..run.folder import RunFolder, versions
 from ..run.stop import StopFlag

@@ -23,7 +23,7 @@ from ..eval.rollout import film_firsts
 from ..policies.all import build_policy
 from ..policies.base import load_weights, read_lora, save_base, save_policy
 from ..run.folder import RunFolder
-from ..run.launch import emit
+from ..run.child import emit
 from ..run.shell import run_learner
 from ..run.stop import Stopped
 from .config import RunConfig, resolve

@@ -33,7 +33,7 @@ from ..policies.base import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
 from .config import RunConfig, stream_for
-from ..run.launch import emit
+from ..run.child import emit
 
 # %% ../../nbs/train/03_prepare.ipynb #4c19759c
 def _check_replay(
