@@ -13,7 +13,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from ..core.files import clean_temporary, read_json, write_atomic, write_json
 from ..core.config import config_json
-from ..envs.base import use_gl
+from ..envs.render import use_gl
 from ..eval.metrics import record_key
 from .config import RunBase, differences, read_config
 
