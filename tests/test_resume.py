@@ -112,7 +112,7 @@ def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_pat
     assert fingerprint(cfg.run_dir) == undisturbed(algo=algo, n_trials=2)
 
 
-def in_a_queue(monkeypatch): monkeypatch.setattr("clvla.eval.queue.HEAVY", ("libero", "metaworld"))
+def in_a_queue(monkeypatch): monkeypatch.setattr("clvla.eval.player.HEAVY", ("libero", "metaworld"))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def queued(data, tmp_path_factory):
     "An undisturbed run whose own evaluation is the queue, and what it said; its policy is said to mind its place in a batch."
     said, asked = [], []
     with pytest.MonkeyPatch.context() as m:
-        in_a_queue(m); m.setattr("clvla.eval.queue.batch_gap", lambda *a: asked.append(a) or 2.4e-7)
+        in_a_queue(m); m.setattr("clvla.eval.player.batch_gap", lambda *a: asked.append(a) or 2.4e-7)
         run = train_cl(config(data, tmp_path_factory.mktemp("queued")/"run", algo="er", n_trials=4, n_workers=2), said.append)
     return run, said, asked
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
 
 
 QUEUE = """
-import sys, clvla.eval.queue as q
+import sys, clvla.eval.player as q
 from clvla.run.__main__ import main
 from clvla.run.child import as_child
 q.HEAVY = ("libero", "metaworld"); as_child(lambda: main(sys.argv[1:]))

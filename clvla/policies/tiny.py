@@ -106,6 +106,10 @@ class Tiny(Policy):
         self.blocks = nn.ModuleList(Block(D) for _ in range(n_blocks))
         self.norm,self.head = nn.LayerNorm(D),heads[head](D, H, action_dim)
 
+    def prompt_length(self, text:str)->int:
+        "Words of an instruction."
+        return len(word_ids(text, self.config["n_rows"]))
+
     def tokens(self, obs:dict)->tuple:
         "All tokens (B,M,D) before the first block, and the mask of those that may be looked at."
         c = self.config; check_obs(obs, self.cameras, c["image_size"], c["state_dim"])

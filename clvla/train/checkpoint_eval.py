@@ -20,11 +20,10 @@ from ..data.streams import stream_from
 from ..envs.libero.states import N_STATES, mixes
 from ..eval.metrics import record_key
 from ..eval.parts import difference, merge, plan_of, shares, write_plan
-from ..eval.queue import BATCH, Arena, part_of
+from ..eval.player import BATCH, POOL_SEED, Player, part_of
 from ..policies.all import load_policy
 from ..run.checkpoint import check_checkpoint, checkpoints, read_manifest
 from ..run.config import read_config
-from .learner import POOL_SEED
 from ..run.child import emit
 from .prepare import assets_of
 from ..run.folder import RunFolder, versions
@@ -186,10 +185,10 @@ def batch_of(
 
 def left_out(
     cfg:EvalConfig, # settings
-    arena:Arena
+    arena:Player
 )->str:             # what has to be said, or ""
     "That there are parts which a whole with rows for each task does not take in, and how it would."
-    if arena.batch or not (found := parts_of(cfg)): return ""
+    if arena.shared or not (found := parts_of(cfg)): return ""
     return (f"{cfg.folder} was begun with rows for each task and goes on so; {', '.join(p.name for p in found)} beside "
             f"it are not taken in. To put them together instead, remove {cfg.folder}")
 
@@ -211,7 +210,7 @@ def eval_cl(
             if bad := check_checkpoint(path): raise ValueError(f"checkpoint {path} is not whole: {'; '.join(bad)}")
         with arena_of(cfg, run, stream) as arena:
             if word := left_out(cfg, arena): say(word)
-            if arena.batch: begin_queue(cfg, out, points, stream, arena, say, device)
+            if arena.shared: begin_queue(cfg, out, points, stream, arena, say, device)
             if changed := out.other_versions(device=device): say(f"since this evaluation began, {changed}")
             with clocked(out, arena, say):
                 for path in points: try_checkpoint(cfg, path, stream, arena, out, say, flag.check, device)
@@ -219,10 +218,10 @@ def eval_cl(
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #7ae8be5b
 @contextmanager
-def clocked(out:RunFolder, arena:Arena, say=print):
+def clocked(out:RunFolder, arena:Player, say=print):
     "Add what a queue does in a `with` block to the folder's `clock.json`, and say what its time went on."
     path,clock,now = out.path/"clock.json",arena.clock,arena.n_workers
-    old = read_json(path) if arena.batch and path.exists() else {}
+    old = read_json(path) if path.exists() else {}
     n,wall = old.pop("n_workers", now),old.get("wall", 0); clock.update(old)
     try: yield
     finally:
@@ -232,12 +231,12 @@ def clocked(out:RunFolder, arena:Arena, say=print):
             say(", ".join(f"{k} {v:.0%}" for k,v in shares(clock, mean).items())+" of the time")
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #347e4d3f
-def arena_of(cfg:EvalConfig, run, stream)->Arena:
+def arena_of(cfg:EvalConfig, run, stream)->Player:
     "The simulators of an evaluation."
-    return Arena(stream.tasks, cfg.rows_per_task, cfg.n_workers or os.cpu_count() or 1, run.image_size, POOL_SEED,
+    return Player(stream.tasks, cfg.rows_per_task, cfg.n_workers or os.cpu_count() or 1, run.image_size, POOL_SEED,
                  run.chunk, batch=batch_of(cfg), part=part_of(cfg.part))
 
-def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Arena, say, device="cpu"):
+def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Player, say, device="cpu"):
     "Write the plan of a queue, take in what its parts have done, and say whether schedules can differ."
     assets = {t.id: a for t in stream.tasks if t.env and (a := assets_of(t.env))}
     plan = plan_of([weights_of(p) for p in points], [cells_of(cfg, p, stream) for p in points],
@@ -258,7 +257,7 @@ def processor_of(
     "The processor that a checkpoint's policy was trained with."
     return Processor.from_json(read_json(path/"processor.json"), path/"processor.json")
 
-def try_checkpoint(cfg:EvalConfig, path:Path, stream, arena:Arena, out:RunFolder, say, on_round=None, device="cpu"):
+def try_checkpoint(cfg:EvalConfig, path:Path, stream, arena:Player, out:RunFolder, say, on_round=None, device="cpu"):
     "Evaluate one checkpoint and record its episodes."
     policy,processor,old = load_policy(path).to(device),processor_of(path),out.episodes()
     (info,tasks),(a,b),t0 = cells_of(cfg, path, stream),part_of(cfg.part),time.monotonic()
@@ -268,5 +267,5 @@ def try_checkpoint(cfg:EvalConfig, path:Path, stream, arena:Arena, out:RunFolder
         emit(phase="evaluation", task=path.name, done=len(got), total=total, seconds=time.monotonic()-t0,
              success=sum(x["success"] for x in got)/len(got))
     trials = range(cfg.first_trial, cfg.first_trial+cfg.n_trials)
-    arena(policy, processor, trials, cfg.seed, info, tasks, map(record_key, old), note, on_round=on_round)
+    arena.evaluate(policy, processor, trials, cfg.seed, info, tasks, map(record_key, old), note, on_round=on_round)
     say(f"{path.name}: {100*sum(r['success'] for r in got)/max(1, len(got)):.0f} % success over {len(got)} episodes")
