@@ -63,7 +63,7 @@ class Job:
 
     def close(self):
         "Take leave of the other processes."
-        if self.trainer: self.trainer.engine.close()
+        if self.trainer: self.trainer.close()
         if self.world > 1: torch.distributed.destroy_process_group()
 
     def check_stop(self, done=False)->bool:
@@ -101,9 +101,11 @@ def build(self:Job):
     last = self.newest()
     if cfg.lora_rank and self.rank == 0:
         save_base(policy, path/"base.safetensors", read_lora(last)["base"]["sha256"] if last else None, self.say)
-    if last is not None: load_weights(policy, last)  # before the trainer: DeepSpeed copies the weights it is given
     tr = self.trainer = Trainer(cfg, self.stream, self.data, policy, algo, self.run.log,
                                 emit if self.rank == 0 else None, self.acc)
+    if last is not None:  # before the trainer makes its engine: DeepSpeed copies the weights it is given
+        tr.prepare(read_json(last/"position.json")["t"])
+        load_weights(policy, last)
     tr.curve,tr.between,tr.on_bad = self.look,self.between,self.bad
     if self.rank == 0:
         write_json(path/"dataset_statistics.json", self.processor.stats)
