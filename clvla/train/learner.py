@@ -64,7 +64,7 @@ class Imitation:
     def whole(self): return self.trainer.engine.whole()
     def summary(self): return dict(stages=len(self.stages), skipped_updates=self.trainer.skipped)
     def close(self):
-        if self.trainer: self.trainer.engine.close()
+        if self.trainer: self.trainer.close()
 
     def release(self):
         "End the simulators."
@@ -85,10 +85,12 @@ def build(self:Imitation,
     if checkpoint is not None: self.check_data(checkpoint)
     policy = build_policy(cfg, self.data.state_dim, self.data.action_dim, self.data.cameras)
     if cfg.lora_rank and shell.rank == 0: keep_base(policy, shell, checkpoint)
-    if checkpoint is not None: load_weights(policy, checkpoint)
     algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
     self.trainer = Trainer(cfg, self.stream, self.data, policy, algo, shell.run.log, emit if shell.rank == 0 else None,
                            self.acc)
+    if checkpoint is not None:
+        self.trainer.prepare(read_json(checkpoint/"position.json")["t"])   # what the algorithm had added by then
+        load_weights(policy, checkpoint)
     self.trainer.between,self.trainer.on_bad = shell.between,shell.bad_update
     self.trainer.curve = lambda t, name, step: self.evaluate(t, step)
     if shell.rank == 0: self.write_stream()

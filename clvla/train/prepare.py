@@ -15,7 +15,6 @@ from multiprocessing.connection import wait as readable
 from pathlib import Path
 import torch
 from ..cl.all import make_algo
-from ..cl.er import ER, n_replay
 from ..core.names import IMAGES, require
 from ..core.config import config_json
 from ..data.demos import SETTINGS, build, make_demos
@@ -34,17 +33,6 @@ from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
 from .config import RunConfig, stream_for
 from ..run.child import emit
-
-# %% ../../nbs/train/03_prepare.ipynb #4c19759c
-def _check_replay(
-    algo,         # a `CLAlgorithm`
-    cfg:RunConfig # batch_size, accumulation
-):
-    "Raise ValueError when replay is asked for and would round to no sample at all."
-    B = cfg.batch_size//cfg.accumulation   # of all processes together: how many there are changes nothing
-    if isinstance(algo, ER) and algo.replay_ratio > 0 and not n_replay(B, algo.replay_ratio):
-        raise ValueError(f"replay_ratio {algo.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
-                         "rounds to none, so nothing would be replayed; raise the ratio or the micro-batch")
 
 # %% ../../nbs/train/03_prepare.ipynb #f6932d57
 def check_strategy(
@@ -96,7 +84,7 @@ def check(
     check_machine(cfg)
     make_policy(cfg.model, cfg.image_size, H=cfg.chunk, head=cfg.head, **cfg.model_kw)  # refuses a shape it cannot take
     algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
-    _check_replay(algo, cfg)
+    algo.check(cfg.batch_size//cfg.accumulation)   # of all processes together: how many there are changes nothing
     check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")
     if cfg.init_from: check_init(cfg)
