@@ -3,7 +3,9 @@ import os, time
 from pathlib import Path
 import numpy as np
 from clvla.core.seeds import np_rng
-from clvla.envs.base import Env, envs
+from clvla.envs.all import kinds
+from clvla.envs.base import Env
+from clvla.envs.kind import Kind
 
 class DotEnv(Env):
     kind,state_dim,action_dim,views = "dot",2,2,("front", "wrist")
@@ -25,4 +27,4 @@ class DotEnv(Env):
     def expert(self): return np.clip(-5*self.x, -1, 1).astype("f4")
     def close(self): pass
 
-envs["dot"] = DotEnv
+kinds["dot"] = Kind(label="Dot", env=DotEnv, entries=dict(die=object, slow=object))

@@ -2,7 +2,9 @@
 import ctypes, os, sys, time
 from pathlib import Path
 import numpy as np
-from clvla.envs.base import Env, envs
+from clvla.envs.all import kinds
+from clvla.envs.base import Env
+from clvla.envs.kind import Kind
 
 class LightEnv(Env):
     """A point that adds up its actions. `fault` in the spec is one of start, begin, raise, sleep, render, segv, exit, noise;
@@ -45,4 +47,5 @@ class LightEnv(Env):
     def expert(self): return np.ones(2, np.float32)
     def close(self): self.x = None
 
-envs["light"] = LightEnv
+kinds["light"] = Kind(label="Light", env=LightEnv,
+                      entries=dict.fromkeys(("fault", "at", "once", "open", "lazy", "state_dim"), object))
