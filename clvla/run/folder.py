@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..core.files import clean_temporary, read_json, write_atomic, write_json
 from ..core.config import config_json
 from ..envs.all import kinds
-from ..envs.base import use_gl
+from ..envs.render import use_gl
 from ..eval.metrics import record_key
 from ..train.config import RunConfig, differences, read_config
 

@@ -16,7 +16,7 @@ import numpy as np
 from ...core.names import IMAGE, closest, require
 from ...core.files import os_error, read_json, reason, sha256, write_atomic, write_json
 from ..all import make_env
-from ..base import GL_LIBS, use_gl
+from ..render import GL_LIBS, use_gl
 from .files import KNOWN, MODELS, TOPS, check_whole, digest, fingerprints, layout, states_fingerprint
 from .files import unpack
 from .states import HELP, SUITES, package, read_npz, suite_states

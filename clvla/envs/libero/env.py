@@ -18,6 +18,7 @@ from .tasks import libero_prompt
 class LiberoEnv(Env):
     "A LIBERO task: pictures and eight numbers in, seven numbers out."
     kind,state_dim,action_dim,views = "libero",8,7,tuple(CAMERAS)
+    entries = dict(suite=str, protocol=str, visuals=str, cell=(int, float))
     def __init__(self,
         spec:dict,           # "suite", "name"; optional "prompt", "max_steps", "cameras", "protocol", "visuals", "cell"
         image_size:int=128,  # height and width of a picture, pixels
@@ -31,27 +32,22 @@ class LiberoEnv(Env):
         check_versions()    # now, not in a worker at its first episode
         tree(libero_root(), folder_of(spec.get("protocol"), spec.get("visuals")))
         super().__init__({"max_steps": 600, "prompt": libero_prompt(spec["name"]), **spec}, image_size, seed)
-        self.sim,self.left = None,0
+        self.sim = None
 
     def reset(self, trial:int, out=None):
         if self.sim is None: self._load()
         self.sim.reset(int(trial))
-        self.plan,self.trial,self.t,self.ended,self.left = None,int(trial),0,False,0
+        self.plan,self.trial,self.t,self.ended,self.watched = None,int(trial),0,False,{}
         return self.obs(out)
 
     def _load(self):
         self.sim = LiberoSim(self.suite, self.name, **self.how)
-        self.sim.views = [(c, self.image_size) for c in self.cameras]
-
-    def step_chunk(self, actions, out=None):
-        self.left = len(actions)
-        return super().step_chunk(actions, out)
+        self.sim.views = [*self.sizes.items()]
 
     def _act(self, action):
-        self.left -= 1
-        self.sim.watch = self.left <= 0 or self.t+1 >= self.max_steps   # inside a chunk nobody looks
+        self.sim.watch = self.is_seen or self.t+1 >= self.max_steps   # inside a chunk nobody looks
         success = self.sim.step(action)
-        return float(success),success
+        return float(success),success,success
 
     @property
     def state(self): return self.sim.state
@@ -60,7 +56,7 @@ class LiberoEnv(Env):
 @patch
 def render(self:LiberoEnv, out=None, camera="front"):
     "The picture of a camera, (h,w,3) uint8."
-    if camera not in self.sim.seen: return self.sim.draw(camera, self.image_size, out)
+    if camera not in self.sim.seen: return self.sim.draw(camera, self.sizes[camera], out)
     if out is None: return self.sim.seen[camera].copy()
     out[:] = self.sim.seen[camera]
     return out

@@ -22,7 +22,6 @@ class Libero(Kind):
     label,extra,modules = "LIBERO","libero",("robosuite", "libero")
     packages = ("mujoco", "robosuite", "hf-libero", "bddl", "numba")
     env = LiberoEnv
-    entries = dict(suite=str, protocol=str, visuals=str, cell=(int, float))
     heavy = True
     defaults = dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std")
     recipe = dict(noise=(.1,.1,.1,.03,.03,.03), tail=4, fps=20)
