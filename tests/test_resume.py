@@ -14,6 +14,7 @@ import torch
 from chaos import chaos, wait_for
 from clvla.core.state import load_state
 from clvla.core.files import read_json
+from clvla.envs.all import kinds
 from clvla.run.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.run.shell import fingerprint
@@ -112,7 +113,7 @@ def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_pat
     assert fingerprint(cfg.run_dir) == undisturbed(algo=algo, n_trials=2)
 
 
-def in_a_queue(monkeypatch): monkeypatch.setattr("clvla.eval.player.HEAVY", ("libero", "metaworld"))
+def in_a_queue(monkeypatch): monkeypatch.setattr(kinds["metaworld"], "heavy", True)
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +221,11 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
 
 
 QUEUE = """
-import sys, clvla.eval.player as q
+import sys
+from clvla.envs.all import kinds
 from clvla.run.__main__ import main
 from clvla.run.child import as_child
-q.HEAVY = ("libero", "metaworld"); as_child(lambda: main(sys.argv[1:]))
+kinds["metaworld"].heavy = True; as_child(lambda: main(sys.argv[1:]))
 """
 
 

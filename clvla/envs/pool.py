@@ -13,7 +13,7 @@ from multiprocessing.connection import wait as readable
 import numpy as np
 from fastcore.basics import patch
 from ..core.names import IMAGE, IMAGES, STATE
-from .base import make_env
+from .all import make_env
 from .child import Child, raise_as, recv, report, send, trim
 
 # %% ../../nbs/envs/03_pool.ipynb #5a8c0c24

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 from ..core.names import IMAGE
-from ..envs.base import make_env
+from ..envs.all import make_env
 from .player import spec_of
 
 # %% ../../nbs/eval/03_films.ipynb #4ab73269

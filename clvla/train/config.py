@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['FILLED', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings', 'RunConfig',
-           'stream_name', 'check_suite', 'stream_for', 'suited', 'resolve', 'check_batch']
+           'stream_name', 'check_suite', 'stream_for', 'resolve', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 import json, os
+from ..envs.all import defaults_of, make_stream
 from ..run.config import (RunBase, check_values, differences, from_page, hosts, read_config, settings_of, with_folders,
                               world_of)
 from ..run.plugins import plugins_of
@@ -129,16 +130,7 @@ def stream_for(
     return _stream(json.dumps([cfg.suite, cfg.task_order, cfg.cycles, cfg.partition]))
 
 @lru_cache(maxsize=4)
-def _stream(text:str):
-    from clvla.data.streams import make_stream
-    return make_stream(*json.loads(text))
-
-def suited(stream)->dict:
-    "Settings that suit a stream: n_demos, steps_per_task, image_size, action_norm."
-    SUITED = {"libero": dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std"),
-              "": dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max")}   # all others
-    kinds = {(t.env or {}).get("kind", "") for t in stream.tasks}
-    return SUITED["libero" if "libero" in kinds else ""]
+def _stream(text:str): return make_stream(*json.loads(text))
 
 # %% ../../nbs/train/00_config.ipynb #cfb7e48f
 SMOKE = dict(n_demos=3, steps_per_task=12, n_trials=2, rows_per_task=1, warmup=3)
@@ -151,7 +143,7 @@ def resolve(
     cfg = with_folders(cfg, f"{stream_name(cfg.suite)}-{cfg.algo}-{cfg.model}-s{cfg.seed}" + "-smoke"*cfg.smoke)
     plugins_of(cfg)
     check_values(cfg)
-    empty = {k: v for k,v in suited(stream_for(cfg)).items() if getattr(cfg, k) in ("", 0)}
+    empty = {k: v for k,v in defaults_of(stream_for(cfg)).items() if getattr(cfg, k, None) in ("", 0)}
     cfg = replace(cfg, **empty, n_workers=cfg.n_workers or os.cpu_count() or 1)
     if cfg.smoke: cfg = replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()})
     if cfg.init_from: cfg = replace(cfg, init_from=str(Path(cfg.init_from).expanduser().resolve()))

@@ -18,6 +18,7 @@ from ..core.state import save_state
 from ..data.loader import TaskData
 from ..data.streams import stream_json
 from ..eval.metrics import from_records, record_key, to_json
+from ..envs.all import kind_of
 from ..eval.films import film_firsts, firsts
 from ..eval.player import POOL_SEED, Player
 from ..policies.all import build_policy
@@ -27,7 +28,7 @@ from ..run.child import emit
 from ..run.shell import run_learner
 from ..run.stop import Stopped
 from .config import RunConfig, resolve
-from .prepare import assets_of, check, make_processor, prepare
+from .prepare import check, make_processor, prepare
 from .trainer import Trainer, make_accelerator
 
 # %% ../../nbs/train/04_learner.ipynb #d0400006
@@ -164,7 +165,7 @@ def documents(self:Imitation, records:list)->dict:
 def versions(self:Imitation)->dict:
     "What pictures depend on besides libraries: the assets of the simulators that are used."
     drawn = [t for t in self.stream.tasks if self.cfg.evaluate != "none" or (t.source or {}).get("kind") != "lerobot"]
-    assets = sorted({a for t in drawn for a in assets_of(t.env or {}).values()})
+    assets = sorted({a for t in drawn for a in kind_of(t).identity(t.env).values()})
     return dict(assets=" ".join(assets)) if assets else {}
 
 # %% ../../nbs/train/04_learner.ipynb #d040000f
