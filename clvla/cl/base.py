@@ -254,12 +254,12 @@ def call_hook(
 @patch
 def own_noise(self:CLContext)->dict:
     "Arguments of the training forward that make it repeatable."
-    if self.world == 1: return dict(generator=self.generator)
-    if self.filled % self.world or batch_size(self.batch) != len(self.share(self.filled)):
+    n = batch_size(self.batch) if self.world == 1 else self.filled
+    if self.world > 1 and (self.filled % self.world or batch_size(self.batch) != len(self.share(self.filled))):
         raise ValueError(f"process {self.rank} of {self.world} has {batch_size(self.batch)} of {self.filled} samples; "
                          "an algorithm that adds samples deals them out by `ctx.share` and raises `ctx.filled`")
     mine = [x if x is None else x[self.rank::self.world].to(self.device)
-            for x in self.raw_model.draw(self.filled, self.generator)]
+            for x in self.raw_model.draw(n, self.generator)]
     return dict(zip(("noise", "time"), mine))
 
 # %% ../../nbs/cl/00_base.ipynb #2dd646fc

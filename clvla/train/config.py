@@ -92,7 +92,7 @@ FREE = ("run_dir", "data_dir", "n_workers", "videos", "machines", "timeout", "de
         "keep")
 POSITIVE = ("n_demos", "steps_per_task", "n_trials", "num_processes", "batch_size", "accumulation", "lr", "threads",
             "image_size", "chunk", "cycles", "rows_per_task", "timeout", "keep", "lora_alpha", "nan_limit")
-CHOICES = dict(head=("flow", "l1"), precision=("no", "bf16", "fp16"), device=("auto", "cpu", "cuda"),
+CHOICES = dict(precision=("no", "bf16", "fp16"), device=("auto", "cpu", "cuda"),
                stats=("global", "first"),
                state_norm=("identity", "mean_std", "min_max", "quantiles"), evaluate=("lower", "full", "none"),
                action_norm=("identity", "mean_std", "min_max", "quantiles"),

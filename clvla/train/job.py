@@ -23,7 +23,7 @@ from ..eval.metrics import from_records, record_key, to_json
 from ..eval.queue import Arena
 from ..eval.rollout import film_firsts
 from ..policies.all import build_policy
-from ..policies.base import load_weights, read_lora, save_base, save_policy
+from ..policies.weights import load_weights, read_base, save_base, save_policy
 from ..run.checkpoint import checkpoints, clean, latest_checkpoint, load_checkpoint, prune, save_checkpoint
 from .config import RunConfig, resolve
 from ..run.launch import emit, explain
@@ -96,11 +96,14 @@ def build(self:Job):
     stores = self.stores()
     self.processor = make_processor(self.stream, stores, cfg)
     self.data = TaskData(stores, self.processor, cfg.chunk)
-    policy = build_policy(cfg, self.data.state_dim, self.data.action_dim, self.data.cameras)
+    policy = build_policy(cfg, self.data.state_dim, self.data.action_dim, self.data.pixels, self.data.n_actions)
+    policy.check_prompts(o.prompt for o in self.stream.tasks)
+    self.data.prepare = policy.prepare
     algo = make_algo(cfg.algo, cfg.seed, **algo_arguments(cfg))
     last = self.newest()
-    if cfg.lora_rank and self.rank == 0:
-        save_base(policy, path/"base.safetensors", read_lora(last)["base"]["sha256"] if last else None, self.say)
+    if policy.frozen and self.rank == 0:
+        base = read_base(last)
+        save_base(policy, Path(cfg.data_dir)/"weights", base["sha256"] if base else None, self.say)
     if last is not None: load_weights(policy, last)  # before the trainer: DeepSpeed copies the weights it is given
     tr = self.trainer = Trainer(cfg, self.stream, self.data, policy, algo, self.run.log,
                                 emit if self.rank == 0 else None, self.acc)
@@ -277,7 +280,8 @@ def policy_now(self:Job):
     "The policy as it stands, in one piece: under ZeRO-3 a copy."
     tr = self.trainer
     if self.cfg.strategy != "zero3": return tr.policy
-    copy = build_policy(self.cfg, self.data.state_dim, self.data.action_dim, self.data.cameras).to(self.acc.device)
+    copy = build_policy(self.cfg, self.data.state_dim, self.data.action_dim, self.data.pixels,
+                        self.data.n_actions).to(self.acc.device)
     copy.load_state_dict(tr.engine.full_weights()); return copy
 
 @patch

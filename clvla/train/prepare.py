@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from ..cl.all import make_algo
 from ..cl.er import ER, n_replay
-from ..core.names import IMAGES, closest, require
+from ..core.names import IMAGES, require
 from ..core.config import config_json
 from ..data.demos import SETTINGS, build, make_demos
 from ..data.frames import FrameStore
@@ -28,7 +28,7 @@ from ..data.streams import Stream, Task, make_stream
 from ..envs.base import make_env
 from ..envs.libero.states import N_STATES, mixes
 from ..envs.pool import Child, raise_as, recv, send, trim
-from ..policies.all import make_policy, policies
+from ..policies.all import check_policy
 from .config import RunConfig, hosts
 from ..run.launch import emit
 
@@ -74,8 +74,7 @@ def check(
     cfg:RunConfig # resolved settings
 )->Stream:        # the stream that they name
     "Look up every name of a config; ValueError says what was probably meant."
-    if cfg.model not in policies: raise ValueError(f"unknown model {cfg.model!r}{closest(cfg.model, policies)}")
-    make_policy(cfg.model, cfg.image_size, H=cfg.chunk, head=cfg.head, **cfg.model_kw)  # refuses a shape it cannot take
+    check_policy(cfg)  # builds none
     algo = make_algo(cfg.algo, cfg.seed, **algo_arguments(cfg))
     _check_replay(algo, cfg); check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")

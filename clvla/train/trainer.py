@@ -49,7 +49,8 @@ def make_optimizer(
     "AdamW over the trained parameters, weight decay on matrices only; ValueError when there are none."
     if not any(p.requires_grad for p in policy.parameters()):
         raise ValueError("the policy has no trained parameter; is everything frozen?")
-    groups = [g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in param_groups(policy, cfg.lr, cfg.weight_decay)]
+    rates = policy.lr_of(cfg.lr) | dict(getattr(cfg, "lr_of", {}))
+    groups = [g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in param_groups(policy, cfg.lr, cfg.weight_decay, rates)]
     return torch.optim.AdamW(groups)
 
 # %% ../../nbs/train/01_trainer.ipynb #eba85a97
@@ -116,7 +117,8 @@ def begin(self:Trainer,
     name:str       # task id, or "joint"
 ):
     "Make loader, context and average of a stage."
-    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world)
+    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world,
+                        getattr(self.cfg, "prefetch", 0))
     self.ctx = CLContext(raw_model=self.policy, model=self.engine.model, optimizer=self.engine.optimizer,
                          engine=self.engine, accelerator=self.acc, stream=self.stream, data=self.data, loader=loader,
                          generator=self.noise, task_id=name, t=t, seed=self.cfg.seed, max_norm=self.cfg.clip or None,
@@ -146,6 +148,7 @@ def fit(self:Trainer,
     if ema:                               # the average is what is evaluated, and what the next task starts from
         with self.engine.whole(write=True): ema.copy_to(self.policy)
     call_hook(algo, "on_task_end", ctx)
+    ctx.loader.close()
     self.log(stage=t, task=name, drawn=self.drawn()); self.t,self.ctx,self.ema = t+1,None,None
 
 # %% ../../nbs/train/01_trainer.ipynb #7ba260c4
