@@ -25,12 +25,14 @@ class DataSettings:
     cycles:int = 1               # how often the stream is gone through
     partition:str = "auto"       # how LeRobot data sets become tasks: auto, by_task_index, by_dataset
     n_demos:int = 0              # demonstrations per task
+    prefetch:int = 0             # batches that are prepared ahead of the step
     image_size:int = 0           # h = w, pixels
     stats:str = "global"         # statistics from all tasks (global) or frozen after the first (first)
     state_norm:str = "mean_std"  # identity, mean_std, min_max or quantiles
     action_norm:str = ""         # the same
+    FREE = ("prefetch",)
     POSITIVE = ("cycles",)
-    NOT_NEGATIVE = ("n_demos", "image_size")
+    NOT_NEGATIVE = ("n_demos", "prefetch", "image_size")
     CHOICES = dict(partition=("auto", "by_task_index", "by_dataset"), stats=("global", "first"),
                    state_norm=(NORMS := ("identity", "mean_std", "min_max", "quantiles")), action_norm=("", *NORMS))
 
@@ -40,7 +42,7 @@ class PolicySettings:
     "The policy and the weights that it starts from."
     model:str = "tiny"           # a key of `policies.all.policies`
     model_kw:dict = field(default_factory=dict) # further settings of the policy
-    head:str = "flow"            # action head
+    head:str = "flow"            # action head, as the policy offers them
     chunk:int = 8                # H, actions per prediction, all of them executed
     init_from:str = ""           # checkpoint whose weights the run starts from; it is read again when the run goes on
     lora_rank:int = 0            # rank of LoRA adapters on the linear layers, 0 = every weight is trained
@@ -58,6 +60,7 @@ class LearningSettings:
     batch_size:int = 32          # B, samples per update, over all processes
     accumulation:int = 1         # micro-batches per update; B is split into them
     lr:float = 1e-3              # peak learning rate
+    lr_of:dict = field(default_factory=dict) # peak rates of parts: prefix of parameters' names -> rate
     lr_floor:float = .05         # share of `lr` at the end of a task's cosine
     warmup:int = 20              # updates of linear warm-up, each task
     weight_decay:float = 1e-4    # AdamW

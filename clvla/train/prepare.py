@@ -24,9 +24,9 @@ from ..data.layouts import layout_text
 from ..data.stats import Processor, compute_stats
 from ..data.streams import Stream, Task
 from ..envs.all import kind_of, kinds, make_env
-from ..envs.pool import Child, raise_as, recv, send, trim
-from ..policies.all import make_policy
-from ..policies.base import read_policy
+from ..envs.child import Child, raise_as, recv, send, trim
+from ..policies.all import check_policy
+from ..policies.weights import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
 from .config import RunConfig, stream_for
@@ -80,7 +80,7 @@ def check(
 )->Stream:        # the stream that they name
     "Look up every name of a config; ValueError says what was probably meant."
     check_machine(cfg)
-    make_policy(cfg.model, cfg.image_size, H=cfg.chunk, head=cfg.head, **cfg.model_kw)  # refuses a shape it cannot take
+    check_policy(cfg)  # builds none
     algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
     algo.check(cfg.batch_size//cfg.accumulation)   # of all processes together: how many there are changes nothing
     check_strategy(algo, cfg)
