@@ -76,7 +76,8 @@ def is_alive(
     try:
         if not Path("/proc/self").exists(): return os.kill(started["pid"], 0) is None   # no Linux
         state = (process/"stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" and started["module"].encode() in (process/"cmdline").read_bytes()
+        command = (process/"cmdline").read_bytes()   # empty for a moment while the process starts or ends
+        return state != "Z" and (not command or started["module"].encode() in command)
     except OSError: return False
 
 # %% ../../nbs/run/12_watch.ipynb #9ee2b734
