@@ -117,7 +117,7 @@ def test_saving_a_policy_on_a_full_disk(home, tmp_path, monkeypatch):
     path = save_policy(make_policy("tiny", **SMALL), "tiny", tmp_path/"p"); before = sha256(path/"weights.safetensors")
     assert before == sha256(home/"plain/weights.safetensors")
     def full(*a, **kw): raise SafetensorError("I/O error: No space left on device (os error 28)")
-    monkeypatch.setattr("clvla.batch.save_file", full)
+    monkeypatch.setattr("clvla.core.state.save_file", full)
     with pytest.raises(OSError, match="No space left on device.*free some space") as e: save_policy(make_policy("tiny", **SMALL, seed=1), "tiny", path)
     assert e.value.errno == errno.ENOSPC and sha256(path/"weights.safetensors") == before and len(list(path.iterdir())) == 2
 
