@@ -83,7 +83,7 @@ def _same(there, entry)->bool:
 
 # %% ../../nbs/core/00_names.ipynb #21bb90d3
 def require(
-    module:str, # importable name, as in `metaworld`
+    module:str, # importable name, as in `peft`
     extra:str   # clvla's extra that installs it
 ):
     "Raise ImportError with the install command when `module` is not there."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Result', 'EnvPool', 'python_of', 'make_workers', 'check_alike']
 
-# %% ../../nbs/envs/03_pool.ipynb #53ad79d9
+# %% ../../nbs/envs/03_pool.ipynb #26c5d7f8
 import os, subprocess, time, weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from multiprocessing.connection import wait as readable
 import numpy as np
 from fastcore.basics import patch
 from ..core.names import IMAGES, N_ACTIONS, STATE
-from .base import envs as kinds
+from .all import kinds
 from .child import Child, raise_as, recv, send
 from .worker import memory_arrays, memory_layout, worker
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from ..core.batch import to_device, torch_rng
 from ..core.names import IMAGE, PROMPT, STATE, TASK_ID, closest
-from ..envs.base import make_env
+from ..envs.all import make_env
 from ..envs.pool import EnvPool
 from .metrics import record_key
 

@@ -17,7 +17,7 @@ from ..core.config import config_from, config_json
 from ..core.files import read_json, write_json
 from ..data.stats import Processor
 from ..data.streams import stream_from
-from ..envs.libero.states import N_STATES, mixes
+from ..envs.all import kind_of
 from ..eval.metrics import record_key
 from ..eval.parts import difference, merge, plan_of, shares, write_plan
 from ..eval.queue import BATCH, Arena, part_of
@@ -26,7 +26,6 @@ from ..run.checkpoint import check_checkpoint, checkpoints, read_manifest
 from .config import read_config
 from .job import POOL_SEED
 from ..run.launch import emit
-from .prepare import assets_of
 from ..run.folder import RunFolder, versions
 from ..run.stop import StopFlag
 
@@ -43,7 +42,7 @@ class EvalConfig:
     n_workers:int = 0        # simulator processes, 0 = one per core; a result that could change with it is named
     rows_per_task:int = 2    # episodes of one task under way at the same time, where tasks have rows of their own
     part:str = "0/1"         # which share of the episodes is played here, number a of b
-    batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for LIBERO and for parts, else none
+    batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for heavy simulators and for parts, else none
 
     @property
     def name(self)->str:
@@ -84,14 +83,17 @@ def check_starts(
     cfg:EvalConfig, # settings
     tasks:list      # of the stream
 )->str:             # what has to be said of the starts, or ""
-    "Raise ValueError where LIBERO's own starts and drawn ones would be mixed in one cell."
+    "Raise ValueError where a benchmark's own starts and drawn ones would be mixed in one cell."
     first,n = cfg.first_trial,cfg.n_trials
-    if first+n <= N_STATES or not any((t.env or {}).get("kind") == "libero" for t in tasks): return ""
-    if mixes(first, n):
-        raise ValueError(f"trials {first} to {first+n-1} mix LIBERO's own {N_STATES} starts with drawn ones. For its "
-                         f"own, set n_trials to {N_STATES-first} or less with this first_trial; for drawn ones, set "
-                         f"first_trial to {N_STATES} or more")
-    return f"trials {first} to {first+n-1} are drawn starts, not LIBERO's own {N_STATES}"
+    trials = f"trials {first} to {first+n-1}"
+    kind = next((kind_of(t) for t in tasks if (kind_of(t).n_starts or first+n) < first+n), None)
+    if kind is None: return ""
+    starts = f"{kind.label}'s own {kind.n_starts}"
+    if kind.mixes(first, n):
+        raise ValueError(f"{trials} mix {starts} starts with drawn ones. For its own, set n_trials to "
+                         f"{kind.n_starts-first} or less with this first_trial; for drawn ones, set first_trial to "
+                         f"{kind.n_starts} or more")
+    return f"{trials} are drawn starts, not {starts}"
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #79359695
 def begin_eval(
@@ -134,8 +136,8 @@ def cells_of(cfg:EvalConfig, path:Path, stream)->tuple:
 
 def stack_of(stream, device:str)->dict: # values for a plan
     "Versions and devices that decide the last bits of a stream's episodes."
-    kinds,have = {t.env["kind"] for t in stream.tasks if t.env},versions()
-    names = ["torch", *["mujoco", "gl"]*bool(kinds & {"metaworld", "libero"}), *["robosuite"]*("libero" in kinds)]
+    have,packages = versions(),[name for t in stream.tasks for name in kind_of(t).packages]
+    names = ["torch", *dict.fromkeys(packages), *["gl"]*("mujoco" in packages)]
     return {k: have.get(k, "not installed") for k in names} | dict(device=device)
 
 def parts_of(cfg:EvalConfig)->list:
@@ -235,7 +237,7 @@ def arena_of(cfg:EvalConfig, run, stream)->Arena:
 
 def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Arena, say, device="cpu"):
     "Write the plan of a queue, take in what its parts have done, and say whether schedules can differ."
-    assets = {t.id: a for t in stream.tasks if t.env and (a := assets_of(t.env))}
+    assets = {t.id: a for t in stream.tasks if t.env and (a := kind_of(t).identity(t.env))}
     plan = plan_of([weights_of(p) for p in points], [cells_of(cfg, p, stream) for p in points],
                    range(cfg.first_trial, cfg.first_trial+cfg.n_trials), cfg.seed, arena.batch, part_of(cfg.part),
                    **({"assets": assets} if assets else {}), **stack_of(stream, device))

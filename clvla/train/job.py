@@ -27,7 +27,8 @@ from ..policies.base import load_weights, read_lora, save_base, save_policy
 from ..run.checkpoint import checkpoints, clean, latest_checkpoint, load_checkpoint, prune, save_checkpoint
 from .config import RunConfig, resolve
 from ..run.launch import emit, explain
-from .prepare import algo_arguments, assets_of, check, make_processor, prepare
+from ..envs.all import kind_of
+from .prepare import algo_arguments, check, make_processor, prepare
 from ..run.folder import Cost, RunFolder, append_jsonl, keep_records
 from ..run.stop import StopFlag, Stopped
 from .trainer import Trainer, make_accelerator
@@ -188,7 +189,7 @@ def restore(job:Job, path:Path|None):
 def other_versions(job:Job):
     "Say which libraries changed since the run began; equal numbers are promised for equal ones only."
     drawn = [t for t in job.stream.tasks if job.cfg.evaluate != "none" or (t.source or {}).get("kind") != "lerobot"]
-    assets = sorted({a for t in drawn for a in assets_of(t.env or {}).values()})   # of simulators that are used
+    assets = sorted({a for t in drawn for a in kind_of(t).identity(t.env).values()})   # of simulators that are used
     if changed := job.run.other_versions(**({"assets": " ".join(assets)} if assets else {})):
         job.say(f"since this run began, these have changed: {changed}; results may differ in rounding")
 
