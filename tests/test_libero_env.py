@@ -10,7 +10,7 @@ from libero_help import libero_root, without_full
 libero_root()   # skips, or says what is wrong
 
 from clvla.envs.libero.tasks import SUITES, libero_prompt
-from clvla.envs.base import make_env
+from clvla.envs.all import make_env
 from clvla.envs.libero.env import LiberoEnv
 from clvla.envs.libero.assets import bootstrap, init_states
 from clvla.envs.libero.sim import LiberoSim, axis_angle
