@@ -10,7 +10,7 @@ import pytest
 
 from clvla.core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
 from clvla.core.files import read_json, write_json
-from clvla.envs.libero.env import data as L
+from clvla.envs.libero import data as L
 from clvla.data.layouts import GRIPPERS, PICTURES, axis_angle, check_layout, convert
 from clvla.data.lerobot import fingerprint, import_task, read_lerobot
 from clvla.data.lerobot_write import write_lerobot
@@ -354,7 +354,7 @@ def test_demonstrations_of_the_simulator_are_read_as_published_ones(tmp_path):
     from clvla.envs.all import make_env
     libero_root()
     task = make_stream(dict(base="libero_five", tasks=["goal-turn-on-stove"], env=dict(cameras=["front", "wrist"]))).tasks[0]
-    store = make_demos(task, make_env, tmp_path/task.id, n_demos=1, seed=0, image_size=32)
+    store = make_demos(task, make_env, tmp_path/task.id, n_demos=1, seed=0, image_size=32, **kind_of(task).recipe)
     assert store.source["settings"]["fps"] == 20 and store.source["settings"]["noise"] == [.1]*3+[.03]*3
     assert store.state_dim == 8 and store.action_dim == 7 and set(np.unique(store.action[:, 6])) <= {-1, 1}
     env = make_env({**task.env, "task_id": task.id, "prompt": task.prompt}, image_size=32, seed=0)

@@ -264,7 +264,7 @@ def test_a_start_that_is_refused_is_told_at_once_not_tried_again(monkeypatch, tm
     "An environment whose simulator cannot be built, in a worker: the reason comes back as it is, and no worker is lost."
     setup = tmp_path/"breaks.py"
     setup.write_text("""
-from clvla.envs.libero.env import env as libero
+from clvla.envs.libero import env as libero
 def refuse(self): raise ValueError("its states belong to another version")
 libero.LiberoEnv._load = refuse
 """)

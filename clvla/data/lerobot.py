@@ -16,7 +16,7 @@ from ..core.config import entries
 from .frames import FrameStore, reuse_store, write_store
 from .layouts import check_layout, convert
 from .lerobot_write import decode_image
-from .partition import lerobot_info, lerobot_tasks
+from .partition import lerobot_info, lerobot_tasks, partitions
 from .streams import Task
 from ..core.files import reading
 
@@ -159,7 +159,7 @@ def read_lerobot(
     task_index=None, # numbers of the instructions that are wanted; None = all
     image_size=None, # h = w to resize to, pixels; None = as stored
     cameras=None,    # our key -> the data set's column; None = see `camera_map`
-    layout=None      # how others recorded it (page *layouts*); None = in the project's own conventions
+    layout=None      # how others recorded it (page *data/layouts*); None = in the project's own conventions
 ):                   # yields episodes
     "The episodes of a data set, decoded one after another."
     path,layout = Path(path),check_layout(layout or {})
@@ -260,6 +260,7 @@ def import_lerobot(
     image_size=None,       # h = w to resize to, pixels
     cameras=None           # our key -> the data set's column
 )->dict:                   # task id -> frame store
-    "Frame stores of all tasks in LeRobot data sets."
-    return {o.id: import_task(o, Path(out_dir)/o.id, image_size, cameras)
-            for o in make_stream(paths, partition=partition).tasks}
+    "Frame stores of all tasks in LeRobot data sets, read as they are."
+    folders = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    return {task.id: import_task(task, Path(out_dir)/task.id, image_size, cameras)
+            for task in partitions[partition](folders)}
