@@ -82,7 +82,8 @@ def record(
         if tries >= 3*n_demos+2 or not eps and tries >= HOPELESS: raise ValueError(
             f"{env.task_id}: the expert succeeded {len(eps)} times in {tries} tries, {n_demos} demonstrations are "
             f"wanted; lower the noise ({noise}), raise max_steps ({env.max_steps}), or leave the task out")
-        trial = FIRST_TRIAL+tries; tries += 1
+        trial = FIRST_TRIAL+tries
+        tries += 1
         ep = record_one(env, trial, np_rng(seed, "demos", env.task_id, trial), noise, tail)
         if ep is not None: eps.append(ep)
         if on_try is not None: on_try(len(eps))
@@ -100,12 +101,15 @@ def recorded(
     settings:dict # what the demonstrations should be made with
 )->bool:          # whether they are there; False = they have to be made
     "Look for recorded demonstrations; ValueError when they are others, or were changed."
-    out = Path(out); data,note = out/"lerobot",out/SETTINGS
+    out = Path(out)
+    data,note = out/"lerobot",out/SETTINGS
     if not out.exists(): return False
     if not note.exists() or not data.exists():
         print(f"{out} is half-written (an earlier recording was interrupted there); it is recorded anew")
-        shutil.rmtree(out); return False
-    old = read_json(note); has = old["settings"]
+        shutil.rmtree(out)
+        return False
+    old = read_json(note)
+    has = old["settings"]
     diff = [f"{k}: {has.get(k)!r} -> {settings.get(k)!r}" for k in sorted({*has, *settings})
             if has.get(k) != settings.get(k)]
     if diff:
@@ -123,12 +127,14 @@ def build(
     make # called with the other name; makes that folder
 )->Path:
     "Make a folder under another name, sync it, rename it; what an interrupted attempt left is removed, and said."
-    out = Path(out); work = out.parent/f".{out.name}.writing"
+    out = Path(out)
+    work = out.parent/f".{out.name}.writing"
     if work.exists():
         print(f"{work} was left by an earlier recording that was interrupted; it is removed and made anew")
         shutil.rmtree(work)
     try:
-        work.parent.mkdir(parents=True, exist_ok=True); make(work)
+        work.parent.mkdir(parents=True, exist_ok=True)
+        make(work)
         for path in [*work.rglob("*"), work]: fsync(path)
         work.rename(out)
         fsync(out.parent)
