@@ -42,6 +42,7 @@ def disturb(
         return action+(rng.normal(0, 1, len(action))*noise_of(noise, len(action))).astype(np.float32)
     return np.array([rng.integers(n_actions)], np.float32) if rng.uniform() < noise else action
 
+# %% ../../nbs/data/08_demos.ipynb #c35cfb1f
 def record_one(
     env,         # environment with an expert
     trial:int,   # decides the initial state

@@ -77,5 +77,5 @@ def layout_text(
     "How a data set is read."
     layout = part["layout"]
     cameras = ", ".join(f"{key.removeprefix(IMAGES)} = {column}" for key,column in layout["cameras"].items())
-    return (f"{part['path']} is read in this layout: {cameras}; pictures {layout['pictures']}; state {layout['state']}; "
-            f"gripper {layout['gripper']} (open..shut)")
+    return (f"{part['path']} is read in this layout: {cameras}; pictures {layout['pictures']}; "
+            f"state {layout['state']}; gripper {layout['gripper']} (open..shut)")

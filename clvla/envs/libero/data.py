@@ -241,6 +241,7 @@ def as_libero(
         cams = asked
     return _unique([_as_one(o, which, seen, cams) for o in tasks])
 
+# %% ../../../nbs/envs/libero/09_data.ipynb #a5499315
 def _said(part)->list:
     "The instructions in a task's part of a data set; under `by_dataset` a task has several."
     texts = lerobot_tasks(part["path"])

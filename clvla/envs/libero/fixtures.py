@@ -72,7 +72,8 @@ def turn_knob(
     on:bool=True
 ):                # yields actions
     "Grip the knob from above, across its bar, and turn it."
-    joint,verb = joints_of(world, name)[0],"turnon" if on else "turnoff"
+    joint = joints_of(world, name)[0]
+    verb = "turnon" if on else "turnoff"
     points = boxes(world, int(world.model.jnt_bodyid[joint])).reshape(-1, 3)
     flat = points[:, :2] - points[:, :2].mean(0)
     across = np.linalg.eigh(flat.T@flat)[1][:, 0]

@@ -245,7 +245,8 @@ def hold(
     R:np.ndarray=None # (3,3) orientation to keep; None: the present one
 ):                    # yields actions
     "Stay where the hand is; fingers need eight steps from open to closed."
-    p,R = world.hand,world.turn if R is None else R
+    p = world.hand
+    R = world.turn if R is None else R
     for _ in range(steps): yield towards(world, p, R, grip, gain=2)
 
 # %% ../../../nbs/envs/libero/07_skills.ipynb #519c83ee
@@ -282,7 +283,8 @@ def take(
     lift:float=.10   # metres
 ):                   # yields actions
     "Come down on the grip point, close, and lift."
-    top,free = bounds(world, name)[1][2],OPEN if grip == "open" else KEEP
+    top = bounds(world, name)[1][2]
+    free = OPEN if grip == "open" else KEEP
     over = max(top + .08, min(world.hand[2], top + .15), ridge(world, world.hand, p, (name,), wide=.05) + .04)
     above = lambda z: p + R[:, 2]*(z - p[2])/R[2,2]
     start = world.pos(name)
