@@ -13,6 +13,7 @@ import numpy as np
 from ..core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
 from ..core.files import fsync, json_text, read_json, sha256, write_json
 from ..core.seeds import np_rng
+from ..core.trials import trial_number
 from .frames import FrameStore, reuse_store, write_store
 from .lerobot import read_lerobot
 from .lerobot_write import write_lerobot
@@ -20,7 +21,7 @@ from .streams import Task
 
 # %% ../../nbs/data/08_demos.ipynb #a0856047
 HOPELESS = 15           # tries without any success after which nothing more is tried
-FIRST_TRIAL = 100_000   # demonstrations start from trials that no evaluation uses (those count from 0)
+FIRST_TRIAL = trial_number("demos", 0)   # demonstrations start from trials that no evaluation uses
 
 def noise_of(
     noise, # one number for the first three axes, or a number per axis from the first
@@ -166,13 +167,17 @@ def make_demos(
                     **(about or {}))
     settings = json.loads(json_text(settings))   # as they are read back
     source = dict(kind="demos", settings=settings)
-    def frames(path, data=out): write_store(path, read_lerobot(data/"lerobot"), source=source)
+    def frames(path, data=out):
+        n_actions = read_json(data/SETTINGS).get("n_actions")
+        write_store(path, read_lerobot(data/"lerobot"), source=source, n_actions=n_actions)
     def everything(path):
         env = env_factory({**task.env, "task_id": task.id, "prompt": task.prompt}, image_size=image_size, seed=seed)
         try: eps = record(env, n_demos, seed, noise, tail, on_try)
         finally: env.close()
         write_lerobot(path/"lerobot", eps, fps, codec)
-        write_json(path/SETTINGS, dict(settings=settings, files=_hashes(path/"lerobot")))
+        n_actions = getattr(env, "n_actions", None)
+        discrete = {} if n_actions is None else dict(n_actions=n_actions)
+        write_json(path/SETTINGS, dict(settings=settings, files=_hashes(path/"lerobot"), **discrete))
         frames(path/"frames", path)
     if not recorded(out, settings): build(out, everything)
     if (store := reuse_store(out/"frames", source)) is not None: return store
