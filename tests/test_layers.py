@@ -38,7 +38,7 @@ def target(name, node):
         base = name.split(".")[:-node.level] if node.level else []
         stem = ".".join([*base, *filter(None, [node.module])])
         found = [f"{stem}.{a.name}" if f"{stem}.{a.name}" in NAMES else stem for a in node.names]
-    return sorted({m for m in found if m.split(".")[0] == "clvla"})
+    return sorted({m for m in found if m.startswith("clvla.")})
 
 
 def imports(path, name):
