@@ -9,10 +9,9 @@ __all__ = ['fisher', 'check_finite', 'merge', 'EWC']
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..core.batch import batch_size, rng_state, set_rng_state, take, to_device, torch_rng
-from .base import CLAlgorithm, CLContext, flatten, unflatten
-from .buffer import check_choice, check_count
-from .mir import draw_noise, quiet
+from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
+from .base import CLAlgorithm, CLContext, check_choice, check_count, check_flag, check_number, flat, unflat
+from .probe import draw_noise, quiet, sample_grads
 
 # %% ../../nbs/cl/10_ewc.ipynb #ead56387
 def fisher(
@@ -22,15 +21,13 @@ def fisher(
     generator:torch.Generator|None=None # of the head's noise
 )->Tensor:            # (P,) one number per trained weight
     "Diagonal Fisher information of the loss; nothing is changed."
-    F,n = torch.zeros(sum(p.numel() for p in ctx.params().values()), device=ctx.device),0
-    with quiet(ctx.raw_model):
-        for b in batches:
-            b,B = to_device(b, ctx.device),ctx.total(b)
-            draws = [x if x is None else x[ctx.rank::ctx.world] for x in draw_noise(ctx, B, generator)]
-            for i in [slice(None)] if form == "batch" else [slice(i, i+1) for i in range(batch_size(b) if b else 0)]:
-                one = b if form == "batch" else take(b, [i.start])
-                g = ctx.grads_of(one, *(x if x is None else x[i] for x in draws), average=form == "batch")
-                F = F + g.float().square()
+    F,n = torch.zeros_like(flat(ctx.params().values())),0
+    with quiet(ctx.policy):
+        for batch in batches:
+            batch,B = to_device(batch, ctx.device),ctx.total(batch)
+            noise,time = draw_noise(ctx, B, generator)
+            gs = [ctx.grads_of(batch, noise, time)] if form == "batch" else sample_grads(ctx, batch, noise, time)
+            for g in gs: F = F + flat(g).float().square()
             n += 1 if form == "batch" else B
     if not n: raise ValueError("no batches to estimate the Fisher information from; give n_batches at least 1")
     return check_finite((F if form == "batch" else ctx.reduce(F))/n, ctx.params())
@@ -41,7 +38,7 @@ def check_finite(
     params:dict  # name -> parameter
 )->Tensor:       # `vec`
     "RuntimeError naming the first parameter whose Fisher information is not finite."
-    for name,x in unflatten(vec, params).items():
+    for name,x in zip(params, unflat(vec, params.values())):
         if not x.isfinite().all():
             raise RuntimeError(f"the Fisher information of {name!r} is not finite; the loss has diverged: "
                                "lower the learning rate or clip gradients, and start from the last checkpoint")
@@ -70,11 +67,14 @@ class EWC(CLAlgorithm):
         f_max:float=100.,      # bound on one weight's stiffness, in units of the mean
         seed:int=0
     ):
-        check_choice("mode", mode, ("separate", "online")); check_choice("form", form, ("sample", "batch"))
-        for name,v in dict(n_batches=n_batches, B=B).items(): check_count(name, v)
-        if lam < 0 or not 0 <= gamma <= 1 or f_max <= 0:
-            raise ValueError(f"EWC needs lam >= 0, gamma in [0,1] and f_max > 0, found lam={lam}, "
-                f"gamma={gamma}, f_max={f_max}")
+        check_number("lam", lam, 0)
+        check_choice("mode", mode, ("separate", "online"))
+        check_number("gamma", gamma, 0, 1)
+        check_choice("form", form, ("sample", "batch"))
+        check_count("n_batches", n_batches)
+        check_count("B", B)
+        check_flag("normalise", normalise)
+        check_number("f_max", f_max, 1e-30, rule="above 0")
         self.lam,self.mode,self.gamma,self.form,self.normalise,self.f_max = lam,mode,gamma,form,normalise,f_max
         self.n_batches,self.B,self.generator = n_batches,B,torch_rng(seed, "ewc noise")
         self.names,self.F,self.anchor,self.rest,self.n_tasks,self.last = [],None,None,0.,0,torch.zeros(())
@@ -84,14 +84,14 @@ class EWC(CLAlgorithm):
         if self.F is None or not self.lam: return None
         self.check_names(ctx)
         self.F,self.anchor = self.F.to(ctx.device),self.anchor.to(ctx.device)
-        d = flatten(ctx.params().values()).float() - self.anchor
+        d = flat(ctx.params().values()).float() - self.anchor
         pen = self.lam/2*((self.F*d*d).sum() + self.rest)
         self.last = pen.detach()
         return pen
 
     def on_task_end(self, ctx):
         new = fisher(ctx, ctx.loader.sample_batches(self.n_batches, self.B, "fisher"), self.form, self.generator)
-        self.add(self.scaled(new), flatten(ctx.params().values()).detach().float().clone(), list(ctx.params()))
+        self.add(self.scaled(new), flat(ctx.params().values()).detach().float().clone(), list(ctx.params()))
 
     def metrics(self): return dict(penalty=float(self.last), tasks=float(self.n_tasks))
 
