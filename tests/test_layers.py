@@ -21,6 +21,9 @@ MAY = dict(core=set(), data=set(), envs={"data"}, cl=set(), policies=set(), eval
 # (module, what a function in it imports): (the heavy library that importing it at the top would load, why it must not)
 LAZY = {
     ("clvla.envs.libero.kind", "clvla.envs.libero.data"): ("torch", "a worker that plays episodes needs no torch"),
+    ("clvla.run.__main__", "clvla.run.shell"): ("torch", "the process that starts the ranks of a run needs no torch"),
+    ("clvla.train.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
+    ("clvla.train.config", "clvla.policies.all"): ("torch", "a page reads and refuses settings in a second"),
 }
 
 SIMULATORS = ("libero", "metaworld", "meta-world", "gym", "minigrid")
