@@ -16,7 +16,8 @@ from clvla.data.frames import FrameStore, write_store
 from clvla.data.lerobot import camera_map, file_at, fingerprint, import_lerobot, read_lerobot
 from clvla.data.lerobot_write import decode_image, write_lerobot
 from clvla.data.stats import Processor, compute_stats, read_stats, recompute_stats, write_stats
-from clvla.data.streams import Task, make_stream, stream_from, stream_json
+from clvla.data.streams import Task, stream_from, stream_json
+from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.base import load_weights, read_lora, save_base, save_policy
 from clvla.policies.lora import add_lora

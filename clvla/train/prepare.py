@@ -107,6 +107,10 @@ def draws(kind)->bool:
 # %% ../../nbs/train/03_prepare.ipynb #9148fa5a
 def _read(task:Task)->bool: return (task.source or {}).get("kind") == "lerobot"
 
+def _python(task:Task)->str|None:
+    "The interpreter that makes a task's demonstrations; None: this one."
+    return None if _read(task) else kind_of(task).python
+
 # %% ../../nbs/train/03_prepare.ipynb #d39ac7f0
 @contextmanager
 def locked(
@@ -224,7 +228,7 @@ def make_all_demos(
     try:
         while todo or makers.at:
             while todo and len(makers.at) < max(1, cfg.n_workers):
-                makers.give(Child("clvla.train.prepare:demo_worker"), todo.popleft())
+                makers.give(Child("clvla.train.prepare:demo_worker", python=_python(todo[0])), todo.popleft())
             wait(); _round(makers, todo, lambda o: stores.update({o.id: FrameStore.open(_places(o, cfg, stream)[1])}))
             emit(phase="demonstrations", done=len(stores), total=len(tasks))
     finally:
@@ -240,8 +244,10 @@ def _round(makers, todo, done):
         if what == "again": todo.appendleft(task)
         if what == "done":
             done(task)
-            if todo: makers.give(c, todo.popleft())
-            else: del makers.at[c]; c.end()
+            if todo and _python(todo[0]) == _python(task): makers.give(c, todo.popleft())
+            else:
+                del makers.at[c]
+                c.end()
     todo.extendleft(makers.silent())
 
 # %% ../../nbs/train/03_prepare.ipynb #315b3bf8
