@@ -71,7 +71,7 @@ def fetch_refs(self:TaskData,
     batch = cat(*(self.fetch(k, [refs[r][1] for r in of]) for k,of in rows.items()))
     return batch if len(rows) == 1 else take(batch, np.argsort([r for of in rows.values() for r in of]))
 
-# %% ../../nbs/data/03_loader.ipynb #f47c3e2c
+# %% ../../nbs/data/03_loader.ipynb #487478b0
 class TaskLoader:
     "An endless, repeatable order over the frames of some tasks."
     def __init__(self,
@@ -92,6 +92,12 @@ class TaskLoader:
     def __len__(self): return int(self.starts[-1])
     def all_refs(self)->list: return self._name(np.arange(len(self)))
     def state_dict(self)->dict: return dict(epoch=self.epoch, position=self.position, task_ids=list(self.task_ids))
+
+    def close(self):
+        "Drop the batches that were prepared ahead, and end their thread."
+        self._ahead.clear()
+        if self._thread is not None: self._thread.shutdown(cancel_futures=True)
+        self._thread = None
 
     def permutation(self, epoch:int)->np.ndarray:
         "The order of one epoch (eq. 1): a pure function of seed, purpose, tasks and epoch."
@@ -154,7 +160,7 @@ def sample_batches(self:TaskLoader,
     aside = TaskLoader(self.data, self.task_ids, self.seed, f"{self.purpose}/{purpose}", self.rank, self.world)
     for _ in range(n_batches): yield aside.next(B)
 
-# %% ../../nbs/data/03_loader.ipynb #58ca1fdb
+# %% ../../nbs/data/03_loader.ipynb #a88ef957
 def fetch_pinned(
     data:TaskData,
     refs:list # of (task id, frame number)
@@ -181,10 +187,3 @@ def next_ahead(
     batch = fetched.result()
     loader.epoch,loader.position = end
     return batch
-
-@patch
-def close(self:TaskLoader):
-    "Drop the batches that were prepared ahead, and end the thread."
-    self._ahead.clear()
-    if self._thread is not None: self._thread.shutdown(cancel_futures=True)
-    self._thread = None
