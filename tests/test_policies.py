@@ -324,7 +324,7 @@ def test_discrete_policy_from_disk(tmp_path):
 
 # --- refused without building
 @pytest.mark.parametrize("kw,match", [
-    (dict(D=7), "D is 7, expected a multiple of 4"), (dict(D="big"), "D is 'big', expected a whole number"), (dict(D=2.), "whole number"),
+    (dict(D=7), "D is 7, expected a multiple of 4"), (dict(D="big"), "D is 'big', expected a multiple"), (dict(D=4.), "D is 4.0"),
     (dict(n_blocks=-1), "n_blocks is -1"), (dict(n_blocks=True), "whole number"), (dict(n_rows=1), "from 2"), (dict(max_words=0), "max_words is 0"),
     (dict(H=0), "H is 0"), (dict(action_dim="4"), "action_dim is '4'"), (dict(image_size=50), "takes 32, 48, 64, 80, 96"),
     (dict(image_size={IMAGE: 48, WRIST: 50}), "wrist"), (dict(image_size={IMAGE: 48}, cameras=[IMAGE, WRIST]), "name the same ones"),
@@ -362,7 +362,7 @@ def test_cameras_of_different_sizes():
 
 def test_instructions_are_looked_at_before_training():
     p = make_policy("tiny", 32, max_words=5); p.check_prompts([SHORT])
-    with pytest.raises(ValueError, match="takes 11 positions, Tiny reads 5"): p.check_prompts([SHORT, LONG])
+    with pytest.raises(ValueError, match="takes 12 positions, Tiny reads 5"): p.check_prompts([SHORT, LONG])
 
 def test_a_head_of_ones_own():
     assert set(Tiny.heads) <= set(heads)

@@ -91,7 +91,7 @@ class Policy(nn.Module):
         ctx = replace(self.encode(obs), n_actions=obs.get(N_ACTIONS))
         return self.head.sample(ctx, chunks_noise(self, len(ctx.pooled), n, noise, generator))
 
-# %% ../../nbs/policies/00_base.ipynb #eec34d06
+# %% ../../nbs/policies/00_base.ipynb #b6a25348
 def camera_pixels(
     image_size, # pixels, for all cameras or as a dict image key -> pixels
     cameras     # image keys; may be empty beside a dict
@@ -113,25 +113,27 @@ def chunks_noise(
     if n < 1: raise ValueError(f"predict_chunk gives 1 chunk or more, asked for {n}")
     if not policy.needs_noise:
         if n == 1 and noise is None: return None
-        raise ValueError(f"a {type(policy.head).__name__} has one answer to an observation and takes no noise, found n={n}"
-                         f"{' and noise' if noise is not None else ''}; use n=1, or a policy with head 'flow'")
+        raise ValueError(f"a {type(policy.head).__name__} has one answer to an observation and takes no noise, found "
+                         f"n={n}{' and noise' if noise is not None else ''}; use n=1, or a policy with head 'flow'")
     shape = (B, policy.H, policy.A) if n == 1 else (B, n, policy.H, policy.A)
     if noise is None: return torch.stack([policy.chunk_noise(generator) for _ in range(B*n)]).view(shape)
     if tuple(noise.shape) != shape: raise ValueError(f"noise is {tuple(noise.shape)}, expected {shape}; "
                                                      "stack policy.chunk_noise() of each row")
     return noise
 
-# %% ../../nbs/policies/00_base.ipynb #abd6f4bf
+# %% ../../nbs/policies/00_base.ipynb #0f171900
 def check_count(
     who:str,  # the policy's name, for the message
     name:str, # the argument
     value,    # what was given
-    least:int=1, most:int=2**16
+    least:int=1, most:int=2**16,
+    multiple:int=1 # of which it must be a multiple
 ):
     "ValueError unless `value` is a whole number from `least` to `most`."
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"policy {who}: {name} is {value!r}, expected a whole number from {least} to {most}; "
-                         f"correct {name} (model_kw of a run)")
+    if type(value) is int and least <= value <= most and value%multiple == 0: return
+    kind = "whole number" if multiple == 1 else f"multiple of {multiple}"
+    raise ValueError(f"policy {who}: {name} is {value!r}, expected a {kind} from {least} to {most}; correct {name} "
+                     "(model_kw of a run)")
 
 def arguments_of(
     cls # a class
