@@ -46,7 +46,7 @@ def lines(shown):
     for name, default, text in [*fields_with_help(), *settings_with_owner()]:
         if name in taken: continue
         taken.add(name)
-        rows.append(f"{name} = {default}  # {text}".replace('"""', "'''") if "=" not in default+text else f"{name} = {default.split('=')[0]}")
+        rows.append(f"{name} = {default}  # {text.replace('=', 'is')}")   # papermill reads one = a line
     return rows
 
 
