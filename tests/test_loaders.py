@@ -16,7 +16,8 @@ from clvla.data.frames import FrameStore, write_store
 from clvla.data.lerobot import camera_map, file_at, fingerprint, import_lerobot, read_lerobot
 from clvla.data.lerobot_write import decode_image, write_lerobot
 from clvla.data.stats import Processor, compute_stats, read_stats, recompute_stats, write_stats
-from clvla.data.streams import Task, make_stream, stream_from, stream_json
+from clvla.data.streams import Task, stream_from, stream_json
+from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.weights import load_weights, read_lora, save_base, save_policy
 from clvla.policies.lora import add_lora
@@ -117,7 +118,7 @@ def test_saving_a_policy_on_a_full_disk(home, tmp_path, monkeypatch):
     path = save_policy(make_policy("tiny", **SMALL), "tiny", tmp_path/"p"); before = sha256(path/"weights.safetensors")
     assert before == sha256(home/"plain/weights.safetensors")
     def full(*a, **kw): raise SafetensorError("I/O error: No space left on device (os error 28)")
-    monkeypatch.setattr("clvla.batch.save_file", full)
+    monkeypatch.setattr("clvla.core.state.save_file", full)
     with pytest.raises(OSError, match="No space left on device.*free some space") as e: save_policy(make_policy("tiny", **SMALL, seed=1), "tiny", path)
     assert e.value.errno == errno.ENOSPC and sha256(path/"weights.safetensors") == before and len(list(path.iterdir())) == 2
 
