@@ -81,7 +81,8 @@ def check(
 )->Stream:        # the stream that they name
     "Look up every name of a config; ValueError says what was probably meant."
     check_machine(cfg)
-    check_policy(cfg)  # builds none
+    # the data, which are not there yet, say how many discrete actions there are
+    check_policy(cfg, **(dict(action_dim=1, n_actions=2) if cfg.head == "discrete" else {}))  # builds none
     algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
     algo.check(cfg.batch_size//cfg.accumulation)   # of all processes together: how many there are changes nothing
     check_strategy(algo, cfg)
