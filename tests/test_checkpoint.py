@@ -20,7 +20,7 @@ from clvla.core.batch import global_rng_state, set_global_rng_state, torch_rng
 from clvla.core.state import load_state, read_tensors, save_state, write_tensors
 from clvla.core.files import clean_temporary, fsync, json_text, os_error, read_json, sha256, write_atomic, write_json
 from clvla.policies.all import load_policy, make_policy
-from clvla.policies.base import save_policy
+from clvla.policies.weights import save_policy
 from clvla.run.checkpoint import (check_checkpoint, checkpoints, clean, is_inside, latest_checkpoint, latest_name,
     load_checkpoint, prune, read_manifest, save_checkpoint)
 

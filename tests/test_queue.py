@@ -213,12 +213,13 @@ def test_parts_of_a_run_that_has_grown_meanwhile_are_merged(tmp_path):
 
 def test_parts_made_with_other_assets_are_not_merged(tmp_path, monkeypatch):
     "The plan of a queue over LIBERO's tasks names their assets; that of other kinds is as it was."
+    from clvla.envs.all import kinds
     from clvla.train import checkpoint_eval as ce
     from clvla.run.folder import RunFolder
     for k,v in dict(weights_of=lambda p: {"weights": "12ab"}, cells_of=lambda *a: (INFO, ["x"]), load_policy=lambda p: Guided(),
                     processor_of=lambda p: PROC).items(): monkeypatch.setattr(ce, k, v)
     def begin(kind, assets, part="0/1"):
-        monkeypatch.setattr(ce, "assets_of", lambda env: assets if env["kind"] == "libero" else {})
+        monkeypatch.setattr(kinds["libero"], "identity", lambda spec: assets)
         cfg = ce.EvalConfig(run_dir=str(tmp_path/kind), n_trials=2, part=part); out = RunFolder(tmp_path/kind/"evals"/cfg.name)
         ts = [NS(id="x", prompt="x", env=dict(kind=kind)), NS(id="talk", prompt="talk", env=None)]
         ce.begin_queue(cfg, out, ["p"], NS(tasks=ts), NS(batch=8, doubt=lambda *a: ""), print)

@@ -6,7 +6,7 @@ from PIL import Image
 import dot_env  # registers the kind in this process
 from clvla.core.names import ACTION, STATE
 from clvla.data.stats import Processor
-from clvla.envs.base import make_env
+from clvla.envs.all import make_env
 from clvla.eval.metrics import record_key
 from clvla.eval.rollout import Row, eval_slots, evaluate, film, film_firsts, make_eval_pool, plan
 from clvla.policies.all import make_policy

@@ -16,7 +16,8 @@ import pytest
 from clvla.core.files import read_json, write_json
 from clvla.run.checkpoint import check_checkpoint, checkpoints
 from clvla.train.config import RunConfig, resolve
-from clvla.train.job import fingerprint, train_cl
+from clvla.run.shell import fingerprint
+from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +122,7 @@ def test_lerobot_data_sets_on_disk_are_a_stream(data, tmp_path, done):
 def test_no_process_more_after_many_tasks(data, tmp_path):
     "Ten stages leave as many children as one."
     cfg, seen = config(data, tmp_path/"many", algo="er", cycles=5, steps_per_task=1), []
-    job = sys.modules["clvla.train.job"]
+    job = sys.modules["clvla.train.learner"]
     real = job.save
 
     def count(*a): seen.append(len(children(os.getpid()))); return real(*a)
@@ -268,20 +269,21 @@ def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatc
     from clvla.run.folder import versions
     there = lambda *names: monkeypatch.setattr(im, "distributions", lambda: [NS(metadata={"Name": n}, version="1") for n in names])
     there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
-    assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "metaworld")] == ["1"]*5+["not installed"]
+    assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "peft")] == ["1"]*5+["not installed"]
     there("torch"); assert not {"hf-libero", "robosuite", "bddl", "numba"} & set(versions())
 
 
 def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monkeypatch):
     "GL backend and LIBERO's assets among them; a folder from before they were noted notes them now."
     import clvla.train.job as job
+    from clvla.envs.all import kinds
     run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
-    monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "12ab"} if env else {})
+    monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "12ab"})
     tasks = [NS(env=dict(kind="libero"), source=dict(kind="demos")), NS(env=None, source=None)]
     begun = NS(run=run, cfg=NS(evaluate="lower"), stream=NS(tasks=tasks), say=said.append)
     write_json(tmp_path/"versions.json", dict(torch="2.9"))   # as written before
     job.other_versions(begun); assert not said and read_json(tmp_path/"versions.json") == dict(torch="2.9", gl="osmesa", assets="12ab")
-    now = dict(torch="2.9", gl="egl"); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "34cd"} if env else {})
+    now = dict(torch="2.9", gl="egl"); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "34cd"})
     job.other_versions(begun); assert "gl osmesa -> egl, assets 12ab -> 34cd" in said[0] and read_json(tmp_path/"versions.json")["gl"] == "osmesa"
 
 

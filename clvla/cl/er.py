@@ -6,8 +6,9 @@
 __all__ = ['n_replay', 'ER']
 
 # %% ../../nbs/cl/08_er.ipynb #395ba7b3
-from ..core.batch import batch_size, cat, take, to_device
-from .base import CLAlgorithm
+from collections import Counter
+from fastcore.basics import patch
+from .base import CLAlgorithm, check_number
 from .buffer import TaskBuffer
 
 # %% ../../nbs/cl/08_er.ipynb #3beda903
@@ -22,37 +23,52 @@ def n_replay(
 class ER(CLAlgorithm):
     "Experience replay."
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; None: all
+        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         store:str="refs",          # "refs" or "values"
         total_size:int|None=None,  # frames kept of all tasks together; None: no bound
         seed:int=0
     ):
-        if not 0 <= replay_ratio < 1:
-            raise ValueError(f"replay_ratio must be in [0,1), found {replay_ratio!r}; .3 replays three samples in ten")
-        self.replay_ratio,self.replayed = replay_ratio,{}
-        self.buf = TaskBuffer(buffer_size, sampling, store, total_size, seed)
+        check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
+        self.replay_ratio,self.replayed = replay_ratio,Counter() # task id -> samples replayed in this stage
+        self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed)
 
     def n_replay(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0
     def n_task_samples(self, B): return B - self.n_replay(B)
-    def on_task_start(self, ctx):
-        self.replayed = {}
-        if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids))
 
     def modify_batch(self, batch, ctx):
         n = self.n_replay(ctx.batch_size)
         if not n: return batch
-        keep = min(batch_size(batch) if ctx.world == 1 else ctx.filled, ctx.batch_size-n)
-        fresh,ctx.filled = take(batch, range(len(ctx.share(keep)))),keep+n
         drawn = self.choose(n, ctx)
-        for t,_ in drawn: self.replayed[t] = self.replayed.get(t, 0) + 1
-        old = self.buf.fetch([drawn[i] for i in ctx.share(n, keep)], ctx.data)
-        return cat(fresh, to_device(old, ctx.device))
+        self.replayed.update(task_id for task_id,_ in drawn)
+        return ctx.mix(batch, drawn, self.buf.fetch)
 
     def choose(self, n, ctx): return self.buf.draw(n)
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
-    def metrics(self): return {"buffer": float(len(self.buf)),
-        **{f"replayed/{t}": float(n) for t,n in self.replayed.items()}}
-    def state_dict(self): return dict(buf=self.buf.state_dict(), replayed=dict(self.replayed))
-    def load_state_dict(self, state): self.buf.load_state_dict(state["buf"]); self.replayed = dict(state["replayed"])
+
+# %% ../../nbs/cl/08_er.ipynb #99defc89
+@patch
+def check(self:ER, B:int):
+    "ValueError when replay is asked for and would round to no sample."
+    if self.replay_ratio and not n_replay(B, self.replay_ratio):
+        raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
+                         "rounds to none, so nothing would be replayed; raise the ratio or the micro-batch")
+
+@patch
+def on_task_start(self:ER, ctx):
+    self.replayed = Counter()
+    if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids))
+
+@patch
+def metrics(self:ER)->dict:
+    "Samples in memory, and samples replayed in this stage by task."
+    return {"buffer": float(len(self.buf)), **{f"replayed/{t}": float(n) for t,n in self.replayed.items()}}
+
+@patch
+def state_dict(self:ER)->dict: return dict(buf=self.buf.state_dict(), replayed=dict(self.replayed))
+
+@patch
+def load_state_dict(self:ER, state):
+    self.buf.load_state_dict(state["buf"])
+    self.replayed = Counter(state["replayed"])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'system_message', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
-           'clean_temporary', 'sha256']
+           'clean_temporary', 'sha256', 'reading']
 
 # %% ../../nbs/core/02_files.ipynb #b1b0708c
 import errno, hashlib, json, os, platform, re, secrets, shutil, time
@@ -122,3 +122,18 @@ def _alive(pid:int)->bool:
 def sha256(path)->str:
     "SHA-256 of a file, as 64 hexadecimal digits."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
+
+# %% ../../nbs/core/02_files.ipynb #52b373dc
+from contextlib import contextmanager
+
+# %% ../../nbs/core/02_files.ipynb #c22de126
+@contextmanager
+def reading(
+    file # what is being read
+):
+    "Turn what a damaged or foreign file makes its reader raise into a ValueError that names the file."
+    try: yield
+    except Exception as e:
+        # an OSError with a number is the system's: no permission, say, and the file may be fine
+        if isinstance(e, (ImportError, MemoryError)) or isinstance(e, OSError) and e.errno: raise
+        raise ValueError(f"{file} is damaged, or not what its name says ({e}); fetch or make it again") from e

@@ -7,7 +7,10 @@ __all__ = ['main']
 
 # %% ../../nbs/run/06_main.ipynb #bccfeac6
 import os, sys
-from ..train.config import hosts
+from dataclasses import replace
+from .all import evaluations
+from .config import world_of
+from .plugins import changes, plugins_of
 from .child import as_child, end_with_parent
 from .ranks import launch_ranks
 from .folder import RunFolder
@@ -16,16 +19,16 @@ from .folder import RunFolder
 def main(
     args:list # run folder, and optionally the name of an evaluation
 ):
-    "Train the run of a folder, or evaluate its checkpoints."
+    "Do the run of a folder, or evaluate its checkpoints."
     end_with_parent()  # the first act, before anything that takes seconds to import
     if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.run RUN_DIR [EVALUATION]")
-    run = RunFolder(args[0]); cfg = run.cfg
-    if len(args) == 2:
-        from clvla.train.checkpoint_eval import eval_cl, read_eval_config
-        eval_cl(read_eval_config(run.path, args[1]))
-    elif "RANK" not in os.environ and (cfg.num_processes > 1 or len(hosts(cfg)) > 1): sys.exit(launch_ranks(cfg))
+    run = RunFolder(args[0])
+    cfg = replace(run.cfg, plugins=plugins_of(run.cfg, copies=True))
+    if "RANK" not in os.environ: print(*changes(run.path), sep="\n", end="")
+    if len(args) == 2: evaluations[cfg.learner](run.path, args[1])
+    elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_ranks(cfg))
     else:
-        from clvla.train.job import train_cl
-        train_cl(cfg)
+        from clvla.run.shell import run_learner
+        run_learner(cfg)
 
 if __name__ == "__main__" and globals().get("__package__") == "clvla.run": as_child(lambda: main(sys.argv[1:]))

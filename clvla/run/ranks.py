@@ -12,11 +12,11 @@ from pathlib import Path
 from .folder import descendants
 from .launch import kill_all
 from .stop import EXIT_STOPPED, exit_text, oom_kills
-from ..train.config import RunConfig, hosts
+from .config import RunBase, hosts
 
 # %% ../../nbs/run/04_ranks.ipynb #192bcff9
 def launch_ranks(
-    cfg:RunConfig,      # of a run that was begun
+    cfg:RunBase,      # of a run that was begun
     module="clvla.run"  # what each process runs, with the run folder as its argument
 )->int:                 # exit code: 0 done, 75 stopped, 1 failed
     "Start this machine's processes of a run, pass signals on, and wait; RuntimeError when machines do not meet."
@@ -66,7 +66,7 @@ HANGS = {-signal.SIGABRT: "; on GPUs, a wait for another process ends like this 
 PORT = 29500  # where the machines meet; "host:port" for the first one changes it
 
 def rank_args(
-    cfg:RunConfig, # num_processes, machines, timeout
+    cfg:RunBase, # num_processes, machines, timeout
     node:int=0     # number of this machine
 )->list:
     "Arguments of `torch.distributed.run` for one machine."
@@ -80,7 +80,7 @@ def rank_args(
             "--rdzv_conf", f"timeout={round(60*cfg.timeout)}", *each]
 
 def commands(
-    cfg:RunConfig # resolved settings
+    cfg:RunBase # resolved settings
 )->list:          # one command per machine
     "What to type on each machine of a run."
     n = max(1, len(hosts(cfg)))

@@ -14,7 +14,7 @@ from IPython.display import display
 from ..core.files import read_json
 from ..eval.plots import Table, heatmap, loss_curves
 from .checkpoint import checkpoints
-from ..train.config import read_config
+from .config import read_config
 from .launch import RunStopped, Text, bars, read_event
 from .report import losses_of, matrix_of, parts
 from .folder import RunFolder

@@ -14,11 +14,13 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
 from fastcore.basics import patch
 from ..core.batch import rng_state, set_rng_state, torch_rng
-from ..cl.base import CLContext, Engine, call_hook, cl_step, scope_ids
+from ..cl.base import CLContext, call_hook, scope_ids
+from ..cl.engine import Engine, Loop, cl_step
 from ..data.loader import TaskLoader
 from ..policies.base import param_groups
 from ..policies.ema import EMA
 from .config import RunConfig
+from .zero import make_zero
 
 # %% ../../nbs/train/01_trainer.ipynb #b631e1da
 def lr_factor(
@@ -43,14 +45,14 @@ def set_lr(
     return opt.param_groups[0]["lr"]
 
 def make_optimizer(
-    policy,        # its trained parameters are optimised; frozen ones stay out
+    policy,        # its trained parameters are optimised, frozen ones stay out; may have `lr_of`
     cfg:RunConfig  # lr, lr_floor, weight_decay
 ):                 # AdamW
     "AdamW over the trained parameters, weight decay on matrices only; ValueError when there are none."
     if not any(p.requires_grad for p in policy.parameters()):
         raise ValueError("the policy has no trained parameter; is everything frozen?")
-    groups = [g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in param_groups(policy, cfg.lr, cfg.weight_decay)]
-    return torch.optim.AdamW(groups)
+    groups = param_groups(policy, cfg.lr, cfg.weight_decay, policy.lr_of(cfg.lr) | cfg.lr_of)
+    return torch.optim.AdamW([g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in groups])
 
 # %% ../../nbs/train/01_trainer.ipynb #eba85a97
 def make_accelerator(
@@ -70,9 +72,8 @@ def make_engine(
 ):                 # an `Engine`, whose `model` is what the training forward calls
     "One process or DDP through accelerate, or DeepSpeed's ZeRO."
     if cfg.strategy != "ddp":
-        from clvla.train.zero import make_zero
         return make_zero(policy, optimizer, cfg, acc)
-    return Engine(acc.prepare(policy), acc.prepare(optimizer), acc)
+    return Engine(acc.prepare(policy), acc.prepare(optimizer), acc, cfg.clip or None)
 
 # %% ../../nbs/train/01_trainer.ipynb #eff5f588
 class Trainer:
@@ -91,22 +92,64 @@ class Trainer:
         self.log,self.progress = log or (lambda **r: None),progress or (lambda **e: None)
         self.acc = acc or make_accelerator(cfg)
         self.rank,self.world = self.acc.process_index,self.acc.num_processes
-        self.engine = make_engine(policy, make_optimizer(policy, cfg), cfg, self.acc)
-        self.noise,self.t,self.skipped = torch_rng(cfg.seed, "train", "noise"),0,0 # t: stages finished
-        self.overflows,self.n_steps = 0,0 # fp16: gradients in a row that were not finite; updates of this stage
-        self.ctx,self.ema = None,None  # of the stage that is under way
+        self.noise = torch_rng(cfg.seed, "train", "noise")
+        self.t = self.prepared = 0        # stages that are finished; stages that `algo.prepare` was called for
+        self.n_steps = 0                  # updates of this stage
+        self.skipped = self.overflows = 0 # updates left out; fp16: gradients in a row that were not finite
+        self.loop = self.ema = None       # of the stage that is under way
+        self.loss = self.lr = None        # of the last update
+        self._engine = None
         # called at the points of a learning curve; between updates; with the record of a bad update
         self.curve = self.between = self.on_bad = None
 
-    @property
-    def stages(self)->list:
-        "(t, task ids whose data it may see, name, optimizer updates) of each stage."
-        n,ids = self.cfg.steps_per_task,[s.task.id for s in self.stream.stages]
-        if self.algo.scope == "all": return [(0, scope_ids("all", ids, 0), "joint", n*len(ids))]
-        return [(t, scope_ids(self.algo.scope, ids, t), i, n) for t,i in enumerate(ids)]
+# %% ../../nbs/train/01_trainer.ipynb #d363431a
+@patch(as_prop=True)
+def ctx(self:Trainer):
+    "The context of the stage that is under way; None between two stages."
+    return self.loop.ctx if self.loop else None
 
-    @property
-    def params(self)->dict: return {n: p for n,p in self.policy.named_parameters() if p.requires_grad}
+@patch(as_prop=True)
+def params(self:Trainer)->dict:
+    "Trained parameters by name."
+    return {n: p for n,p in self.policy.named_parameters() if p.requires_grad}
+
+@patch(as_prop=True)
+def engine(self:Trainer)->Engine:
+    "Makes and applies gradients; made here when it is first asked for."
+    if self._engine is None:
+        self._engine = make_engine(self.policy, make_optimizer(self.policy, self.cfg), self.cfg, self.acc)
+    return self._engine
+
+@patch
+def close(self:Trainer):
+    "Take the engine down; the policy is plain afterwards."
+    if self._engine is not None: self._engine.close()
+    self._engine = None
+
+# %% ../../nbs/train/01_trainer.ipynb #9b9ccc8b
+@patch(as_prop=True)
+def stages(self:Trainer)->list:
+    "(t, task ids whose data it may see, name, optimizer updates) of each stage."
+    tasks = [s.task for s in self.stream.stages]
+    ids = [task.id for task in tasks]
+    n_steps = [getattr(task, "budget", None) or self.cfg.steps_per_task for task in tasks]
+    if self.algo.scope == "all": return [(0, scope_ids("all", ids, 0), "joint", sum(n_steps))]
+    return [(t, scope_ids(self.algo.scope, ids, t), i, n) for t,(i,n) in enumerate(zip(ids, n_steps))]
+
+# %% ../../nbs/train/01_trainer.ipynb #b6ac66fb
+@patch
+def prepare(self:Trainer,
+    t:int # stage; a resumed run calls it before the stored weights are loaded
+):
+    "Let the algorithm prepare the policy for all stages up to `t`, each once."
+    before = self.params
+    for k in range(self.prepared, t+1): self.algo.prepare(self.policy, k, self.stream)
+    self.prepared = max(self.prepared, t+1)
+    after = self.params
+    if self._engine is None or [*before.items()] == [*after.items()]: return
+    moments = self.engine.state_dict(before)
+    self.close()
+    self.engine.load_state_dict(after, {n: m for n,m in moments.items() if after.get(n) is before[n]})
 
 # %% ../../nbs/train/01_trainer.ipynb #12ea2a9c
 @patch
@@ -116,11 +159,10 @@ def begin(self:Trainer,
     name:str       # task id, or "joint"
 ):
     "Make loader, context and average of a stage."
-    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world)
-    self.ctx = CLContext(raw_model=self.policy, model=self.engine.model, optimizer=self.engine.optimizer,
-                         engine=self.engine, accelerator=self.acc, stream=self.stream, data=self.data, loader=loader,
-                         generator=self.noise, task_id=name, t=t, seed=self.cfg.seed, max_norm=self.cfg.clip or None,
-                         guard=self.look)
+    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
+    ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
+                    task_id=name, t=t)
+    self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
     self.ema = EMA(self.policy, self.cfg.ema) if self.cfg.ema else None
 
 # %% ../../nbs/train/01_trainer.ipynb #dc3e1a5b
@@ -130,62 +172,67 @@ def fit(self:Trainer,
     n_steps:int    # optimizer updates
 ):
     "Train one stage from where it stands: hooks, updates, the average of the weights, hooks."
-    cfg,algo,done,self.n_steps = self.cfg,self.algo,0,n_steps
-    if self.ctx is None:
+    cfg,algo,self.n_steps = self.cfg,self.algo,n_steps
+    if self.loop is None:
+        self.prepare(t)
         if cfg.reset_optimizer: self.engine.reset()
-        self.begin(t, task_ids, name); call_hook(algo, "on_task_start", self.ctx)
-    ctx,ema,t0 = self.ctx,self.ema,time.monotonic(); self.policy.train()
+        self.begin(t, task_ids, name)
+        call_hook(algo, "on_task_start", self.ctx)
+    ctx,first,t0 = self.ctx,self.ctx.step,time.monotonic()
+    self.policy.train()
     while ctx.step < n_steps:
         if self.between: self.between()
-        self.at_point(ctx.step, n_steps, t, name, ema)
-        ctx.lr = set_lr(self.engine.raw, ctx.step, n_steps, cfg.warmup)
-        self.update(ctx); done += 1
-        if ema: ema.update(self.policy)
-        self.report(ctx, n_steps, done/(time.monotonic()-t0))
-    if self.between: self.between()       # what follows may take long: EWC looks at hundreds of samples
-    if ema:                               # the average is what is evaluated, and what the next task starts from
-        with self.engine.whole(write=True): ema.copy_to(self.policy)
+        self.at_point(ctx.step, n_steps, t, name, self.ema)
+        self.lr = set_lr(self.engine.raw, ctx.step, n_steps, cfg.warmup)
+        self.update(ctx)
+        if self.ema: self.ema.update(self.policy)
+        self.report(ctx, n_steps, (ctx.step-first)/(time.monotonic()-t0))
+    if self.between: self.between()  # what follows may take long: EWC looks at hundreds of samples
+    if self.ema:                     # the average is what is evaluated, and what the next task starts from
+        with self.engine.whole(write=True): self.ema.copy_to(self.policy)
     call_hook(algo, "on_task_end", ctx)
-    self.log(stage=t, task=name, drawn=self.drawn()); self.t,self.ctx,self.ema = t+1,None,None
+    ctx.loader.close()
+    self.log(stage=t, task=name, drawn=self.drawn())
+    self.t,self.loop,self.ema = t+1,None,None
 
 # %% ../../nbs/train/01_trainer.ipynb #7ba260c4
 @patch
-def look(self:Trainer, ctx, loss)->bool:
+def look(self:Trainer, loss)->bool:
     "Is this update good? The guard of `cl_step`; FloatingPointError when the run ends here. Keeps the mean loss."
-    norm = loss if ctx.grad_norm is None else ctx.grad_norm
-    if self.cfg.precision == "fp16":  # its scaler leaves such updates out and lowers the scale: expected now and then
+    cfg,ctx,norm = self.cfg,self.ctx,self.loop.grad_norm
+    if cfg.precision == "fp16":  # its scaler leaves such updates out and lowers the scale: expected now and then
         self.overflows = 0 if norm.isfinite() else self.overflows+1
-        norm = loss if self.overflows < 20 else norm
+        if self.overflows < 20: norm = loss
     seen = torch.stack([loss.float(), (~(loss.isfinite() & norm.isfinite())).float()])
     if self.world > 1: seen = self.acc.reduce(seen, "sum")/self.world
     self.loss,bad = seen.tolist()
     if not bad: return True
     self.skipped += 1
-    if self.on_bad: self.on_bad(bad_update(ctx, loss, self.rank))
-    if self.cfg.on_nan == "skip" and self.skipped <= self.cfg.nan_limit: return False
+    if self.on_bad: self.on_bad(bad_update(self.loop, loss, self.lr))
+    if cfg.on_nan == "skip" and self.skipped <= cfg.nan_limit: return False
     raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norm)} at update {ctx.step} of task "
         f"{ctx.task_id!r} (stage {ctx.t}); its samples are in bad_updates.jsonl ({self.skipped} so far). Look at them, "
-        f"or lower lr (now {ctx.lr:.2g}) or clip (now {self.cfg.clip}) in a new run_dir")
+        f"or lower lr (now {self.lr:.2g}) or clip (now {cfg.clip}) in a new run_dir")
 
 def bad_update(
-    ctx,          # the context of the update
-    loss,         # its loss
-    rank:int=0
+    loop:Loop,  # of the update
+    loss,       # its loss
+    lr:float    # its learning rate
 )->dict:
     "What is kept of an update that is not finite: where, which samples, which parameters."
-    frames = [[i, int(f)] for ids,fs in ctx.samples if ids is not None for i,f in zip(ids, fs.tolist())]
+    ctx,engine = loop.ctx,loop.engine
+    frames = [[i, int(f)] for ids,fs in loop.samples if ids is not None for i,f in zip(ids, fs.tolist())]
     ps = ctx.params()
-    odd = [n for n,g in zip(ps, ctx.engine.grads(ps)) if not g.isfinite().all()]  # all processes look together
-    return dict(stage=ctx.t, task=ctx.task_id, step=ctx.step, rank=rank, loss=repr(float(loss)), lr=ctx.lr,
-                grad_norm=repr(float(ctx.grad_norm)) if ctx.grad_norm is not None else None, parameters=odd[:20],
-                samples=frames)
+    broken = [n for n,g in zip(ps, engine.grads(ps)) if not g.isfinite().all()]  # all processes look together
+    return dict(stage=ctx.t, task=ctx.task_id, step=ctx.step, rank=engine.rank, loss=repr(float(loss)), lr=lr,
+                grad_norm=repr(float(loop.grad_norm)), parameters=broken[:20], samples=frames)
 
 # %% ../../nbs/train/01_trainer.ipynb #625d9dfc
 @patch
 def update(self:Trainer, ctx):
     "One update; running out of memory becomes an error that says what to change."
     cfg = self.cfg
-    try: cl_step(self.algo, ctx, cfg.batch_size//cfg.accumulation, cfg.accumulation)
+    try: cl_step(self.algo, self.loop, cfg.batch_size//cfg.accumulation, cfg.accumulation)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
         if (isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError)
             and "allocate memory" not in str(e)): raise
@@ -198,14 +245,14 @@ def update(self:Trainer, ctx):
 def report(self:Trainer, ctx, n_steps:int, rate:float):
     "Log one update."
     penalty = {} if ctx.penalty is None else {"train/penalty": float(ctx.penalty.detach())}
-    norm = {} if ctx.grad_norm is None else {"train/grad_norm": float(ctx.grad_norm)}
+    norm = {"train/grad_norm": float(self.loop.grad_norm)}
     last = ctx.step == n_steps
     # a skipped update has numbers that are not finite, which JSON cannot hold
     finite = {k: v for k,v in (penalty | norm | {"train/loss": self.loss}).items() if math.isfinite(v)}
-    self.log(stage=ctx.t, task=ctx.task_id, step=ctx.step-1, lr=ctx.lr, **finite,
+    self.log(stage=ctx.t, task=ctx.task_id, step=ctx.step-1, lr=self.lr, **finite,
              **(self.algo.metrics() | {"time/steps_per_s": rate} if last else {}))
     self.progress(phase="training", task=ctx.task_id, done=ctx.step, total=n_steps, stage=ctx.t,
-                  n_stages=len(self.stages), seconds=ctx.step/rate, loss=self.loss, lr=ctx.lr)
+                  n_stages=len(self.stages), seconds=ctx.step/rate, loss=self.loss, lr=self.lr)
 
 # %% ../../nbs/train/01_trainer.ipynb #7e636ff9
 @patch
@@ -220,17 +267,17 @@ def at_point(self:Trainer, step:int, n_steps:int, t:int, name:str, ema):
 def drawn(self:Trainer)->dict:
     "Task id -> samples trained on in this stage, over all processes."
     ids = list(dict.fromkeys(s.task.id for s in self.stream.stages))
-    n = torch.tensor([self.ctx.drawn[i] for i in ids], dtype=torch.int64, device=self.acc.device)
+    n = torch.tensor([self.loop.drawn[i] for i in ids], dtype=torch.int64, device=self.acc.device)
     if self.world > 1: n = self.acc.reduce(n, "sum")
     return {i: k for i,k in zip(ids, n.tolist()) if k}
 
 @patch
 def state_dict(self:Trainer)->dict:
     "State between two updates or two stages, without the policy's weights; all processes call it together."
-    c = self.ctx
-    at = None if c is None else dict(step=c.step, loader=c.loader.state_dict(), drawn=self.drawn(),
-                                     ema=self.ema.state_dict() if self.ema else None)
-    return dict(t=self.t, at=at, skipped=self.skipped, overflows=self.overflows, noise=rng_state(self.noise),
+    ctx = self.ctx
+    stage = None if ctx is None else dict(step=ctx.step, loader=ctx.loader.state_dict(), drawn=self.drawn(),
+                                          ema=self.ema.state_dict() if self.ema else None)
+    return dict(t=self.t, at=stage, skipped=self.skipped, overflows=self.overflows, noise=rng_state(self.noise),
                 algo=self.algo.state_dict(), opt=self.engine.state_dict(self.params),
                 scaler=self.acc.scaler.state_dict() if self.acc.scaler else None)
 
@@ -238,12 +285,16 @@ def state_dict(self:Trainer)->dict:
 @patch
 def load_state_dict(self:Trainer, state:dict):
     "Go on from `state`; the policy has its weights already."
+    stage = state["at"]
     self.t,self.skipped,self.overflows = state["t"],state["skipped"],state["overflows"]
-    set_rng_state(self.noise, state["noise"]); self.algo.load_state_dict(state["algo"])
+    self.prepare(self.t if stage else self.t-1)
+    set_rng_state(self.noise, state["noise"])
+    if "algo" in state: self.algo.load_state_dict(state["algo"])
     self.engine.load_state_dict(self.params, state["opt"])
     if state["scaler"]: self.acc.scaler.load_state_dict(state["scaler"])
-    if (at := state["at"]) is None: return
+    if stage is None: return
     self.begin(*self.stages[self.t][:3])
-    self.ctx.step = at["step"]; self.ctx.loader.load_state_dict(at["loader"])
-    if self.rank == 0: self.ctx.drawn.update(at["drawn"])  # the sum over all processes is what counts
-    if self.ema: self.ema.load_state_dict(at["ema"])
+    self.ctx.step = stage["step"]
+    self.ctx.loader.load_state_dict(stage["loader"])
+    if self.rank == 0: self.loop.drawn.update(stage["drawn"])  # the sum over all processes is what counts
+    if self.ema: self.ema.load_state_dict(stage["ema"])

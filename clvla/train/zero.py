@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from torch.nn.functional import pad
-from ..cl.base import Engine
+from ..cl.engine import Engine
 from ..core.names import require
 
 # %% ../../nbs/train/02_zero.ipynb #a5f75f13
@@ -63,7 +63,8 @@ class ZeroEngine(Engine):
         timeout:float=30. # minutes that processes wait for one another
     ):
         deepspeed = load_deepspeed(accelerator.device.type == "cpu")
-        super().__init__(self.forward, optimizer, accelerator)  # notes the groups, before DeepSpeed empties them
+        clip = config.get("gradient_clipping") or None
+        super().__init__(self.forward, optimizer, accelerator, clip)  # notes the groups, before DeepSpeed empties them
         self.policy,self.stage = policy,config["zero_optimization"]["stage"]
         self.pending = self.linked = self.open = False
         os.environ.setdefault("LOCAL_RANK", str(accelerator.local_process_index))
@@ -122,9 +123,9 @@ def local_grads(self:ZeroEngine, params:dict)->list:
     return [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in own]
 
 @patch
-def clip(self:ZeroEngine, params:dict, max_norm)->torch.Tensor:
-    "Let the step bound the gradient's norm; returns what it is now."
-    self.zo.clip_grad = float(max_norm or 0)
+def clip(self:ZeroEngine, params:dict)->torch.Tensor:
+    "Let the step bound the gradient's norm by `max_norm`; returns what it is now."
+    self.zo.clip_grad = float(self.max_norm or 0)
     square = sum((g.float().square().sum() for g in self.local_grads(params)), torch.zeros((), device=self.ds.device))
     torch.distributed.all_reduce(square)
     return square.sqrt()
