@@ -96,7 +96,7 @@ class RunFolder:
         self.path,self.rank,self.t0 = Path(path),rank,time.time()
 
     def begin(self,
-        cfg:RunBase, # resolved settings
+        cfg:RunBase,   # resolved settings
         say=print      # told that settings of a run that never began are replaced
     )->str:            # "new", "continued" or "done"
         "Claim the folder for `cfg`; ValueError when it is another run's, or another process writes to it."
