@@ -16,7 +16,8 @@ from .kind import Kind
 
 # %% ../../nbs/envs/06_all.ipynb #f281ed79
 kinds = Registry("kind of environment", metaworld="clvla.envs.metaworld.kind:metaworld",
-                 libero="clvla.envs.libero.kind:libero")
+                 libero="clvla.envs.libero.kind:libero", gym="clvla.envs.gym.kind:gym",
+                 dot="clvla.envs.dot:dot")
 
 def kind_of(
     task # a `Task`, or the spec of an environment
@@ -152,7 +153,8 @@ def make_stream(
     options:dict=None     # kind -> what it has to know of data sets; False = they are not its
 )->Stream:
     "The stream that `spec` describes; ValueError says what is wrong with it."
-    split,options = partitions[partition],options or {}
+    split = partitions[partition]
+    options = options or {}
     for name in options:
         if name not in kinds: raise ValueError(f"options name no kind of environment {name!r}{closest(name, kinds)}")
     if isinstance(spec, Stream): stream = spec
