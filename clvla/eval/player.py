@@ -22,7 +22,7 @@ from ..envs.pool import EnvPool
 from .metrics import record_key
 
 # %% ../../nbs/eval/02_player.ipynb #985b40ac
-@dataclass
+@dataclass(eq=False)
 class Row:
     "One environment, and the episode that is under way in it."
     number:int              # among the rows of all processes
@@ -216,6 +216,7 @@ class Player:
         batch:int=0,      # rows of a policy call of a queue; 0: a queue for heavy simulators, else lists of their own
         part=(0,1),       # share of the episodes; one that is not all of them makes a queue
         cameras=None,     # names; None: those that each environment's spec says
+        rows:int=0,       # of a queue; 0: two for each worker
         make_pool=EnvPool,# what holds the environments
         **pool            # further arguments of the pool
     ):
@@ -226,12 +227,11 @@ class Player:
         self.batch = (batch or BATCH) if self.shared else -(-len(self.tasks)*rows_per_task//2)
         self.part,self.clock = (a+b*rank, b*world),{}
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
-        if self.shared: rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(2*n_workers)]
-        else: rows = own_rows(self.tasks, rows_per_task, self.batch, rank, world)
-        assign = None if self.shared else workers_of(rows, n_workers)
-        self.rows,self.pool = rows,None
-        if rows: self.pool = make_pool([self.specs[row.task.id] for row in rows], n_workers, image_size=image_size,
-                                       seed=seed, H=H, assign=assign, **pool)
+        if self.shared: self.rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
+        else: self.rows = own_rows(self.tasks, rows_per_task, self.batch, rank, world)
+        assign,self.pool = None if self.shared else workers_of(self.rows, n_workers),None
+        if self.rows: self.pool = make_pool([self.specs[row.task.id] for row in self.rows], n_workers, seed=seed,
+                                            image_size=image_size, H=H, assign=assign, **pool)
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -321,7 +321,7 @@ def answered(self:_Evaluation, row, result):
         row.over = result.success or result.terminated or result.truncated
     if row.over: self.record(row, result.success)
     if row.over and not self.in_order: self.begin_next(row)
-    else: self.waiting.append(row)
+    elif row not in self.waiting: self.waiting.append(row)   # one that waited may begin again with its lost worker
 
 # %% ../../nbs/eval/02_player.ipynb #8a6d2bcf
 @patch
