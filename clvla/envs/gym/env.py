@@ -31,7 +31,7 @@ def action_space(
     centre,half = (space.high+space.low)/2,(space.high-space.low)/2
     return len(centre),None,lambda a: (centre+half*a).astype(space.dtype)
 
-# %% ../../../nbs/envs/gym/01_env.ipynb #0ad34076
+# %% ../../../nbs/envs/gym/01_env.ipynb #b7a3f7fa
 class GymEnv(Env):
     "A Gymnasium environment."
     kind = "gym"
@@ -44,7 +44,8 @@ class GymEnv(Env):
         import gymnasium
         options = dict(render_mode="rgb_array", max_episode_steps=-1, disable_env_checker=True) | spec.get("make", {})
         try: self.sim = gymnasium.make(self.name, **options)
-        except (gymnasium.error.Error, ModuleNotFoundError) as e: raise ValueError(f"{self.task_id}: gymnasium cannot make {self.name!r}: {e}") from e
+        except (gymnasium.error.Error, ModuleNotFoundError) as e:
+            raise ValueError(f"{self.task_id}: gymnasium cannot make {self.name!r}: {e}") from e
         self.picture,self.success = spec.get("picture", "render"),successes[spec.get("success", "terminated_with_reward")]
         self.planner = at_place(spec["expert"]) if "expert" in spec else None
         self.action_dim,self.n_actions,self.convert = action_space(self.sim.action_space)
@@ -71,9 +72,10 @@ class GymEnv(Env):
 
     def render(self, out=None, camera="front"):
         "The picture, as a square of the camera's size."
-        if self.picture == "render": image = self.sim.render()
-        else: image = self.seen if self.picture == "obs" else self.seen[self.picture]
         n = self.sizes[camera]
+        if self.picture == "none": image = np.full((n, n, 3), 127, np.uint8)
+        elif self.picture == "render": image = self.sim.render()
+        else: image = self.seen if self.picture == "obs" else self.seen[self.picture]
         if image.shape[:2] != (n, n): image = np.asarray(Image.fromarray(image).resize((n, n), Image.Resampling.BOX))
         if out is None: return image.copy()
         out[:] = image
