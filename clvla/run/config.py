@@ -104,7 +104,7 @@ def make_config(
     types = {f.name: f.type for f in fields(cls)}
     values = {k: value_of(k, v, types[k]) for k,v in given.items() if k in types}
     load_plugins(values.get("plugins", ()))
-    settings = cls.settings(values) if len(values) < len(given) else {}
+    settings = cls.settings(values) if len(values) < len(given) and hasattr(cls, "settings") else {}
     for k,v in given.items():
         if k in types: continue
         place = owner_of(k, settings, types)
