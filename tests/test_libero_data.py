@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 
 from clvla.core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
 from clvla.core.files import read_json, write_json
-from clvla.envs.libero.env import data as L
+from clvla.envs.libero import data as L
 from clvla.data.layouts import GRIPPERS, PICTURES, axis_angle, check_layout, convert
 from clvla.data.lerobot import fingerprint, import_task, read_lerobot
 from clvla.data.lerobot_write import write_lerobot
 from clvla.envs.libero.tasks import (LIMITS, MAX_STEPS, ORDERS, SUITE_OF, SUITES, libero_id, libero_order,
     libero_prompt, libero_task)
-from clvla.data.streams import make_stream, stream_from, stream_json
+from clvla.data.streams import stream_from, stream_json
+from clvla.envs.all import kind_of, make_stream
 from clvla.train.config import RunConfig, resolve
 from clvla.train.prepare import check, demo_dir, prepare
 from libero_help import libero_root
@@ -81,10 +83,10 @@ def test_streams_that_are_none(spec, said):
 
 
 def test_demonstrations_do_not_mix():
-    cfg = RunConfig(data_dir="/d"); spec = lambda **env: make_stream(dict(base="libero_goal", num_tasks=1, env=env)).tasks[0]
+    cfg = RunConfig(data_dir="/d", n_demos=25, image_size=48); spec = lambda **env: make_stream(dict(base="libero_goal", num_tasks=1, env=env)).tasks[0]
     dirs = [demo_dir(t, c) for t in (spec(), spec(cameras=["front", "wrist"]), spec(protocol="published"), spec(max_steps=600),
                                      spec(visuals="full"), *(libero_task(k, SUITES[k][0]) for k in SUITES if k != "libero_goal"))
-            for c in (cfg, RunConfig(data_dir="/d", image_size=64), RunConfig(data_dir="/d", n_demos=3))]
+            for c in (cfg, replace(cfg, image_size=64), replace(cfg, n_demos=3))]
     assert len(set(dirs)) == len(dirs) and str(dirs[0]) == "/d/libero/goal-open-middle-drawer-of-cabinet-n25-48px"
     assert all(d.parent == Path("/d/libero") for d in [demo_dir(spec(protocol="../../x"), cfg)])
 
@@ -149,7 +151,7 @@ def test_published_names_train_as_they_are(name, gripper, tmp_path):
     assert layout == s.tasks[1].source["parts"][0]["layout"] and fingerprint(s.tasks[0])["parts"][0]["layout"] == layout
     if gripper == "-1..1": return   # processes are slow to start: one of them is enough
     said, cfg = [], resolve(RunConfig(suite=str(path), smoke=True, data_dir=str(tmp_path/"d"), image_size=32, algo="er"))
-    assert len(prepare(check(cfg), cfg, said.append)) == 2 and said[0].startswith(f"{path} is read as a LIBERO data set: front = ")
+    assert len(prepare(check(cfg), cfg, said.append)) == 2 and said[0].startswith(f"{path} is read in this layout: front = ")
 
 
 @pytest.mark.parametrize("pictures", PICTURES)
@@ -350,10 +352,10 @@ def test_fetching_needs_its_prefix_and_is_done_once(tmp_path, monkeypatch):
 def test_demonstrations_of_the_simulator_are_read_as_published_ones(tmp_path):
     "Two cameras are stored as the environment shows them, from a start that is not tested; layouts are measured on real numbers."
     from clvla.data.demos import FIRST_TRIAL, make_demos
-    from clvla.envs.base import make_env
+    from clvla.envs.all import make_env
     libero_root()
     task = make_stream(dict(base="libero_five", tasks=["goal-turn-on-stove"], env=dict(cameras=["front", "wrist"]))).tasks[0]
-    store = make_demos(task, make_env, tmp_path/task.id, n_demos=1, seed=0, image_size=32)
+    store = make_demos(task, make_env, tmp_path/task.id, n_demos=1, seed=0, image_size=32, **kind_of(task).recipe)
     assert store.source["settings"]["fps"] == 20 and store.source["settings"]["noise"] == [.1]*3+[.03]*3
     assert store.state_dim == 8 and store.action_dim == 7 and set(np.unique(store.action[:, 6])) <= {-1, 1}
     env = make_env({**task.env, "task_id": task.id, "prompt": task.prompt}, image_size=32, seed=0)
@@ -385,10 +387,11 @@ def parameters():
 def test_protocol_is_made_of_parameters_of_run_cl():
     from clvla.train.config import from_page
     names = parameters(); cfg = from_page(RunConfig, dict(names), set())
-    assert {k: getattr(cfg, k) for k in names} == names
+    given = {**vars(cfg), **cfg.algo_kw}   # a parameter that is no field goes to the algorithm that has it
+    assert {k: given[k] for k in names if k != "algo_kw"}|{"algo_kw": {k: given[k] for k in names["algo_kw"]}} == names
     s = make_stream(cfg.suite); assert [o.name for o in s.tasks] == list(SUITES["libero_goal"]) and s.name == "libero_goal"
     assert all(o.env == dict(kind="libero", suite="libero_goal", name=o.name, max_steps=300, cameras=["front", "wrist"], protocol="published") for o in s.tasks)
-    assert (cfg.n_trials, cfg.buffer_size, cfg.replay_ratio, cfg.algo, cfg.algo_kw["refresh"], cfg.steps_per_task) == (50, 500, .3, "mir", 50, 10_000)
+    assert (cfg.n_trials, given["buffer_size"], given["replay_ratio"], cfg.algo, cfg.algo_kw["refresh"], cfg.steps_per_task) == (50, 500, .3, "mir", 50, 10_000)
 
 
 def test_protocol_passes_every_check_at_a_small_scale(tmp_path):

@@ -156,9 +156,10 @@ def mix(self:CLContext,
 )->dict:        # `batch` with this process's remembered samples behind the others
     "Put remembered samples into the batch; `ctx.mixed` lists those of this process, in the order of their rows."
     mine = self.dealt(refs, self._n_dealt)
-    remembered = {} if not mine else fetch(mine, self.data) if fetch else self.data.fetch_refs(mine)
     self._n_dealt += len(refs)
     self.mixed = self.mixed + mine
+    if not mine: return batch
+    remembered = fetch(mine, self.data) if fetch else self.data.fetch_refs(mine)
     return cat(batch, to_device(remembered, self.device))
 
 # %% ../../nbs/cl/00_base.ipynb #f89ef93b

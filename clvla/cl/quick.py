@@ -8,7 +8,7 @@ __all__ = ['QuickStream', 'QuickData', 'quick_stream', 'QuickLoader', 'QuickPoli
            'quick_compare', 'first_task', 'plot_forgetting']
 
 # %% ../../nbs/cl/04_quick.ipynb #9054332e
-import hashlib, json, os, sys
+import ast, hashlib, json, os, sys
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -18,7 +18,7 @@ from .base import CLAlgorithm, CLContext, call_hook, scope_ids
 from .buffer import gather
 from .engine import Engine, Loop, cl_step
 from ..core.batch import rng_state, take, torch_rng
-from ..core.files import read_json, sha256, write_json
+from ..core.files import read_json, write_json
 from ..core.names import ACTION, INDEX, PAD, PROMPT, STATE, TASK_ID
 from ..core.seeds import np_rng
 
@@ -222,14 +222,15 @@ def plain(
 
 def sources(
     classes # where to begin
-)->dict:    # module -> SHA-256 of its source
+)->dict:    # module -> SHA-256 of its code
     "The modules of clvla that some classes come from, and those that these import from."
     todo,hashes = [c.__module__ for cls in classes for c in cls.__mro__],{}
     while todo:
         name = todo.pop()
         if name in hashes or not name.startswith("clvla."): continue
         module = sys.modules[name]
-        hashes[name] = sha256(module.__file__)
+        code = ast.dump(ast.parse(Path(module.__file__).read_text()))  # comments do not count
+        hashes[name] = hashlib.sha256(code.encode()).hexdigest()
         todo += [place for x in vars(module).values() if isinstance(place := getattr(x, "__module__", None), str)]
     return dict(sorted(hashes.items()))
 

@@ -5,24 +5,24 @@
 # %% auto #0
 __all__ = ['TaskData', 'pixels', 'TaskLoader', 'fetch_pinned', 'next_ahead']
 
-# %% ../../nbs/data/03_loader.ipynb #7a8d9665
+# %% ../../nbs/data/03_loader.ipynb #4d6eb6f4
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from fastcore.basics import patch
 from ..core.batch import cat, take
-from ..core.names import N_ACTIONS, TASK_ID, closest
+from ..core.names import TASK_ID, closest
+from .stats import most_actions
 from ..core.seeds import np_rng
 
-# %% ../../nbs/data/03_loader.ipynb #10a91c4b
+# %% ../../nbs/data/03_loader.ipynb #cea803e9
 class TaskData:
     "The frame stores of a stream, by task id, and the processor that makes batches of them."
     def __init__(self,
         stores:dict,         # task id -> frame store
         processor,           # normalises raw batches
         H:int,               # actions per chunk
-        n_actions:dict=None, # task id -> number of discrete actions; None: as the stores say
         prepare=None         # batch -> batch with further entries, one row a sample; None: nothing is added
     ):
         if not stores: raise ValueError("TaskData needs at least one frame store, found none")
@@ -30,16 +30,10 @@ class TaskData:
         dims = {k: (s.state_dim, s.action_dim, pixels(s)) for k,s in stores.items()}
         self.state_dim,self.action_dim,self.pixels = next(iter(dims.values()))
         if any(d != (self.state_dim, self.action_dim, self.pixels) for d in dims.values()):
-            raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found {dims}")
-        own = {k: getattr(s, "n_actions", None) for k,s in stores.items()}   # discrete actions, as the stores say
-        if n_actions is None and any(own.values()): n_actions = {k: n for k,n in own.items() if n is not None}
-        if n_actions is not None and (missing := sorted(stores.keys()-n_actions)):
-            raise ValueError(f"n_actions lacks {missing}; give the number of discrete actions of every task")
+            raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found "
+                             f"{dims}")
         self.stores,self.processor,self.H,self.prepare = dict(stores),processor,H,prepare
-        self.task_ids,self.cameras,self.n_actions_of = list(stores),list(self.pixels),n_actions
-
-    @property
-    def n_actions(self)->int|None: return max(self.n_actions_of.values()) if self.n_actions_of else None
+        self.task_ids,self.cameras,self.n_actions = list(stores),list(self.pixels),most_actions(stores.values())
 
     def store(self, task_id:str):
         "The frame store of a task."
@@ -49,9 +43,13 @@ class TaskData:
 
     def n_frames(self, task_id:str)->int: return len(self.store(task_id))
 
-def pixels(store)->dict: return {k: int(x.shape[1]) for k,x in store.images.items()} # image key -> height (= width)
+def pixels(
+    store # a frame store
+)->dict:  # image key -> height (= width)
+    "The image size of each camera."
+    return {k: int(x.shape[1]) for k,x in store.images.items()}
 
-# %% ../../nbs/data/03_loader.ipynb #2973da48
+# %% ../../nbs/data/03_loader.ipynb #8c9c9df8
 @patch
 def fetch(self:TaskData,
     task_id:str, # one task
@@ -59,7 +57,6 @@ def fetch(self:TaskData,
 )->dict:         # a processed batch with `task_id` and `index` filled in
     "The samples of one task at frames `idx`."
     batch = self.processor(self.store(task_id).gather(idx, self.H)) | {TASK_ID: [task_id]*len(idx)}
-    if self.n_actions_of: batch[N_ACTIONS] = torch.full((len(idx),), self.n_actions_of[task_id])
     return batch if self.prepare is None else self.prepare(batch)
 
 @patch
@@ -73,7 +70,7 @@ def fetch_refs(self:TaskData,
     batch = cat(*(self.fetch(k, [refs[r][1] for r in of]) for k,of in rows.items()))
     return batch if len(rows) == 1 else take(batch, np.argsort([r for of in rows.values() for r in of]))
 
-# %% ../../nbs/data/03_loader.ipynb #f47c3e2c
+# %% ../../nbs/data/03_loader.ipynb #ce557c32
 class TaskLoader:
     "An endless, repeatable order over the frames of some tasks."
     def __init__(self,
@@ -95,6 +92,12 @@ class TaskLoader:
     def all_refs(self)->list: return self._name(np.arange(len(self)))
     def state_dict(self)->dict: return dict(epoch=self.epoch, position=self.position, task_ids=list(self.task_ids))
 
+    def close(self):
+        "Drop the batches that were prepared ahead, and end their thread."
+        self._ahead.clear()
+        if self._thread is not None: self._thread.shutdown(cancel_futures=True)
+        self._thread = None
+
     def permutation(self, epoch:int)->np.ndarray:
         "The order of one epoch (eq. 1): a pure function of seed, purpose, tasks and epoch."
         if self._order[0] != epoch:
@@ -106,18 +109,19 @@ class TaskLoader:
         k = np.searchsorted(self.starts, flat, "right")-1
         return [(self.task_ids[a], int(f-self.starts[a])) for a,f in zip(k, flat)]
 
-    def refs_from(self, epoch:int, position:int, n:int)->tuple:
-        "The n samples from a position on, by name, and the position behind them."
-        if n < 0: raise ValueError(f"a loader cannot give {n} samples")
-        names = []
-        while n > 0:
-            part = self.permutation(epoch)[position:position+n]
-            names += self._name(part)
-            n,position = n-len(part),position+len(part)
-            if position == len(self): epoch,position = epoch+1,0
-        return names,epoch,position
+# %% ../../nbs/data/03_loader.ipynb #67478ab9
+@patch
+def refs_from(self:TaskLoader, epoch:int, position:int, n:int)->tuple:
+    "The n samples from a position on, by name, and the position behind them."
+    if n < 0: raise ValueError(f"a loader cannot give {n} samples")
+    names = []
+    while n > 0:
+        part = self.permutation(epoch)[position:position+n]
+        names += self._name(part)
+        n,position = n-len(part),position+len(part)
+        if position == len(self): epoch,position = epoch+1,0
+    return names,epoch,position
 
-# %% ../../nbs/data/03_loader.ipynb #0fdacd36
 @patch
 def refs(self:TaskLoader, n:int)->list:
     "The next n samples by name; the loader moves on."
@@ -156,7 +160,7 @@ def sample_batches(self:TaskLoader,
     aside = TaskLoader(self.data, self.task_ids, self.seed, f"{self.purpose}/{purpose}", self.rank, self.world)
     for _ in range(n_batches): yield aside.next(B)
 
-# %% ../../nbs/data/03_loader.ipynb #58ca1fdb
+# %% ../../nbs/data/03_loader.ipynb #a88ef957
 def fetch_pinned(
     data:TaskData,
     refs:list # of (task id, frame number)
@@ -183,10 +187,3 @@ def next_ahead(
     batch = fetched.result()
     loader.epoch,loader.position = end
     return batch
-
-@patch
-def close(self:TaskLoader):
-    "Drop the batches that were prepared ahead, and end the thread."
-    self._ahead.clear()
-    if self._thread is not None: self._thread.shutdown(cancel_futures=True)
-    self._thread = None

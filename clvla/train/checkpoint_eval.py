@@ -251,9 +251,8 @@ def cells_of(
     info = dict(stage=position["t"], after=position["name"], step=None)
     cfg = evaluation.cfg
     if cfg.suite or cfg.evaluate == "full" or position["name"] == "joint": return info,list(evaluation.ids)
-    seen = {s.task.id for s in evaluation.own.stages[:position["t"]+1]}
-    probes = {t.id for t in evaluation.own.tasks if not t.trained}
-    return info,[task_id for task_id in evaluation.ids if task_id in seen | probes]
+    tried = evaluation.own.tried(position["t"])
+    return info,[task_id for task_id in evaluation.ids if task_id in tried]
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #6e4046f9
 def weights_of(
