@@ -27,6 +27,9 @@ class QuickStream:
     train:"QuickData"
     test:"QuickData"
 
+    @property
+    def stages(self)->tuple: return self.ids # every task comes once
+
 class QuickData:
     "Frames of several tasks in memory, read like the real ones."
     def __init__(self, tasks:dict): self.tasks = tasks # task id -> batch of all its frames
@@ -142,7 +145,7 @@ def quick_task(
     "Train one task of the stream."
     ctx,algo = loop.ctx,algo or CLAlgorithm()
     ids = ctx.stream.ids
-    ctx.t,ctx.task_id,ctx.step = t,ids[t],0
+    ctx.t,ctx.task_id,ctx.step,ctx.n_steps = t,ids[t],0,steps
     quick_prepare(algo, loop)
     ctx.loader = QuickLoader(ctx.data, scope_ids(algo.scope, ids, t), ctx.seed, f"stage {t}")
     call_hook(algo, "on_task_start", ctx)
