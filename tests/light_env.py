@@ -2,13 +2,16 @@
 import ctypes, os, sys, time
 from pathlib import Path
 import numpy as np
-from clvla.envs.base import Env, envs
+from clvla.envs.all import kinds
+from clvla.envs.base import Env
+from clvla.envs.kind import Kind
 
 class LightEnv(Env):
     """A point that adds up its actions. `fault` in the spec is one of start, begin, raise, sleep, render, segv, exit, noise;
     `at` is the step at which it happens, `once` a file that is made by the first fault and prevents the next. `open` is the
     time it takes to build it, seconds, and `lazy` the time of what is built by its first reset."""
     kind,state_dim,action_dim,views = "light",3,2,("front", "wrist")
+    entries = "fault","at","once","open","lazy","state_dim"
     def __init__(self, spec, image_size=8, seed=0):
         super().__init__(spec, image_size, seed); self.state_dim = spec.get("state_dim", 3)
         if spec.get("open"): time.sleep(spec["open"])
@@ -33,7 +36,8 @@ class LightEnv(Env):
     def _act(self, a):
         if self.t == self.at and self.fault in ("raise", "sleep", "segv", "exit", "noise"): self.do(self.fault)
         self.x = self.x+np.array([a[0], a[1], .01])
-        return float(a[0]),bool(self.x[0] > 3)
+        success = bool(self.x[0] > 3)
+        return float(a[0]),success,success
     @property
     def state(self): return np.resize(self.x, self.state_dim).astype(np.float32)
     def render(self, out=None, camera="front"):
@@ -45,4 +49,4 @@ class LightEnv(Env):
     def expert(self): return np.ones(2, np.float32)
     def close(self): self.x = None
 
-envs["light"] = LightEnv
+kinds["light"] = Kind(label="Light", env=LightEnv)

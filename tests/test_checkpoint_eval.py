@@ -8,7 +8,7 @@ from clvla.core.files import read_json, write_json
 from clvla.eval.parts import merge
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
 from clvla.train.config import RunConfig, resolve
-from clvla.train.job import train_cl
+from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 from clvla.run.stop import Stopped
 
@@ -116,6 +116,6 @@ def test_a_policy_is_tried_where_the_run_would_train(run, monkeypatch, device, g
     assert bool(word) == any("GPU" in s for s in said) and (not word or any(word in s for s in said))
 
 def test_doubts_are_said(run, monkeypatch):
-    said = []; monkeypatch.setattr("clvla.eval.queue.batch_gap", lambda *a: 2.4e-7)
+    said = []; monkeypatch.setattr("clvla.eval.player.batch_gap", lambda *a: 2.4e-7)
     eval_cl(config(run, n_trials=1, part="0/2", last_only=True), said.append)
     assert sum("up to 2e-07" in s for s in said) == 1

@@ -3,9 +3,9 @@ import os, subprocess, sys, time
 import numpy as np
 import pytest
 from clvla.core.names import IMAGE, STATE
-from clvla.envs.base import envs, make_env, use_gl
+from clvla.envs.base import Env, envs, make_env
 from clvla.envs.metaworld.env import MetaWorldEnv, reset_sim
-from clvla.envs.render import FastRenderer, decimate
+from clvla.envs.render import FastRenderer, check_gl, decimate, use_gl
 
 def spec(name="drawer-close-v3", **kw): return {"kind": "metaworld", "name": name, **kw}
 

@@ -15,7 +15,9 @@ import pytest
 from chaos import alive, wait_for
 from clvla.core.files import write_json
 from clvla.train.config import RunConfig, resolve
-from clvla.run.launch import commands, explain, launch, start
+from clvla.run.child import explain
+from clvla.run.launch import launch, start
+from clvla.run.ranks import commands
 from clvla.run.folder import RunFolder, descendants
 from clvla.run.watch import Run
 
@@ -149,7 +151,7 @@ def test_a_rank_that_raises_is_quoted(tmp_path):
 
 def test_a_rank_that_is_killed_is_named(tmp_path):
     run = begun(tmp_path/"run", dict(kill=1, steps=1000), num_processes=2)
-    with pytest.raises(RuntimeError, match="process 1 was ended by SIGKILL; was the memory full"): launch("ranks_work", run.path, show=len)
+    with pytest.raises(RuntimeError, match="process 1 was ended by SIGKILL .exit code -9.*the same command goes on"): launch("ranks_work", run.path, show=len)
 
 
 def test_sigterm_reaches_all_ranks(tmp_path):
@@ -244,7 +246,7 @@ def test_a_machine_that_never_comes(tmp_path):
     with pytest.raises(RuntimeError, match="did not find one another within 0.05 minutes"): launch("ranks_work", run.path, show=len)
 
 
-HANG = """import datetime, time, torch, torch.distributed as dist; from clvla.run.launch import as_child
+HANG = """import datetime, time, torch, torch.distributed as dist; from clvla.run.child import as_child
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2)); x = torch.ones(1); dist.all_reduce(x)
 def work():
     if dist.get_rank() == 1: time.sleep(6)

@@ -42,7 +42,7 @@ def test_imports_flow_down(path):
 @pytest.mark.parametrize("module,without", [
     ("clvla.cl.mir", ["lerobot", "mujoco", "metaworld", "transformers", "datasets", "pandas", "plotly"]),
     ("clvla.policies.tiny", ["lerobot", "mujoco", "metaworld", "transformers"]),
-    ("clvla.train.job", ["lerobot", "mujoco", "metaworld", "transformers", "datasets", "deepspeed"]),
+    ("clvla.train.learner", ["lerobot", "mujoco", "metaworld", "transformers", "datasets", "deepspeed"]),
     ("clvla.envs.pool", ["torch", "mujoco", "metaworld", "lerobot"]),
     ("clvla.envs.metaworld.env", ["torch", "mujoco", "lerobot"]),
     ("clvla.eval.metrics", ["torch", "pandas", "plotly", "mujoco"]),

@@ -284,7 +284,7 @@ def test_cameras_of_data_and_environment_agree_or_are_refused_at_the_door(tmp_pa
 
 
 def test_a_data_set_trains_where_there_is_no_simulator(tmp_path, monkeypatch):
-    from clvla.train.job import train_cl
+    from clvla.train.learner import train_cl
     path = write(tmp_path/"HuggingFaceVLA/libero", [foreign(drawn(seed=k, text=GOAL[k % 2])) for k in range(4)], KEYS["HuggingFaceVLA/libero"])
     monkeypatch.delenv("CLVLA_LIBERO_ASSETS", raising=False); monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"nothing"))
     cfg = resolve(RunConfig(suite=str(path), algo="er", smoke=True, evaluate="none", image_size=32, data_dir=str(tmp_path/"d"), run_dir=str(tmp_path/"run")))

@@ -226,7 +226,7 @@ def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
     from pathlib import Path
     from papermill.iorw import read_yaml_file
     from clvla.train.config import RunConfig, from_page
-    from clvla.train.job import train_cl
+    from clvla.train.learner import train_cl
     file = Path(__file__).resolve().parents[1]/"nbs/protocols/libero_goal.yaml"
     d = read_yaml_file(str(file)); d["suite"] = d["suite"] | dict(tasks=["goal-turn-on-stove", "goal-put-cream-cheese-in-bowl"])
     d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100); d["algo_kw"] = d["algo_kw"] | dict(refresh=4)   # of 12 updates a task

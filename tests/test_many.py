@@ -14,7 +14,7 @@ from chaos import alive, environment, wait_for
 from clvla.core.files import read_json
 from clvla.run.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
-from clvla.train.job import fingerprint
+from clvla.run.shell import fingerprint
 from clvla.run.folder import RunFolder, descendants
 from clvla.run.stop import EXIT_STOPPED
 

@@ -3,18 +3,17 @@ import gc, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 import pytest
-from clvla.core.names import IMAGE, IMAGES, STATE
+from clvla.core.names import IMAGE, IMAGES, N_ACTIONS, STATE
+from clvla.core.plugins import load_plugins
 from clvla.envs.pool import EnvPool, recv, send
 
-HERE = str(Path(__file__).parent)
+FAULTS_FILE = str(Path(__file__).parent/"faults.py")   # registers the kind `faulty`, here and in every worker
+load_plugins([FAULTS_FILE])
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch): monkeypatch.syspath_prepend(HERE)
-
-def specs(n, **kw): return [{"kind": "light", "name": f"task-{i%2}", "max_steps": 20, **kw} for i in range(n)]
+def specs(n, **kw): return [{"kind": "faulty", "name": f"task-{i%2}", "max_steps": 20, **kw} for i in range(n)]
 
 def light(n=6, n_workers=2, sp=None, **kw):
-    return EnvPool(sp or specs(n), n_workers, **{**dict(image_size=8, H=4, setup="light_env", timeout=20), **kw})
+    return EnvPool(sp or specs(n), n_workers, **{**dict(image_size=8, H=4, timeout=20), **kw})
 
 def all_of(pool, slots=None):
     want,got = set(range(len(pool)) if slots is None else slots),{}
@@ -156,7 +155,7 @@ def test_every_fault_is_noticed_and_the_trial_run_again(fault, tmp_path):
     with light(4, 2) as pool: want = play(pool, 1)
     with light(4, 2, sp=sp, timeout=1.5) as pool: got = play(pool, 1); restarts,why = pool.restarts,pool.reasons[0]
     assert restarts == 1 and (tmp_path/"once").exists() and got == want
-    assert why.startswith("slots [0, 2]: ") and FAULTS[fault] in why and ("light_env.py" in why or fault == "exit"), why
+    assert why.startswith("slots [0, 2]: ") and FAULTS[fault] in why and ("faults.py" in why or fault == "exit"), why
     if fault == "segv": assert "the last thing I did" in why
     if fault in ("sleep", "render"): assert "raise the timeout" in why
 
@@ -218,12 +217,12 @@ def test_a_fault_while_others_work_does_not_hold_them_up():
 
 def test_noise_of_a_worker_fills_nothing(capfd):
     "Half a megabyte of warnings in each step: no pipe that could fill, nothing on our own streams, and memory stays small."
-    with light(1, 1, sp=[dict(kind="light", name="a", max_steps=9, fault="noise", at=k) for k in (1,)]) as pool:
+    with light(1, 1, sp=[dict(kind="faulty", name="a", max_steps=9, fault="noise", at=k) for k in (1,)]) as pool:
         size = []
         for trial in range(5):
             pool.reset(0, trial); r = all_of(pool)[0]
             while not r.truncated: pool.step(0, np.zeros((3, 2))); r = all_of(pool)[0]
-            size.append(os.fstat(pool._workers[0].child.words).st_size)
+            size.append(os.fstat(pool._workers[0].child.output).st_size)
         assert pool.restarts == 0 and 0 < max(size) < 2**21 and len(set(size)) > 1
     assert capfd.readouterr() == ("", "")
 
@@ -247,9 +246,8 @@ def test_no_file_descriptor_is_left():
 def test_errors_at_start_come_at_once():
     t = time.time()
     with pytest.raises(ValueError, match="cannot be built") as e: light(1, 1, sp=specs(1, fault="start"))
-    assert "light_env.py" in e.value.__notes__[0]
-    with pytest.raises(ValueError, match="did you mean 'light'"): light(1, 1, sp=[{"kind": "lihgt", "name": "a"}])
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"): light(1, 1, setup="no_such_module")
+    assert "faults.py" in e.value.__notes__[0]
+    with pytest.raises(ValueError, match="did you mean 'faulty'"): light(1, 1, sp=[{"kind": "fautly", "name": "a"}])
     with pytest.raises(RuntimeError, match="KeyError in a worker: 'no such joint'.*without a worker"): light(1, 1, sp=specs(1, fault="start-type"))
     assert time.time()-t < 20
 
@@ -281,7 +279,7 @@ def test_two_cameras():
     assert keys == [IMAGE, STATE] and logs[0] == logs[1]
     assert [[e[:-1] for e in v] for v in logs[0].values()] == [list(v) for v in one.values()]      # the first camera's picture is the same
     assert any(e[-1] != e[-2] for v in logs[0].values() for e in v)                              # and the second another one
-    with pytest.raises(ValueError, match="the same cameras; task-0 has .'front'., task-1 has .'front', 'wrist'."): light(2, 2, sp=[specs(2)[0], two[1]])
+    with pytest.raises(ValueError, match="the same cameras; task-0 has .'front': 8., task-1 has .'front': 8, 'wrist': 8."): light(2, 2, sp=[specs(2)[0], two[1]])
     for bad in (["wrist"], ["front", "back"], ["front", "front"], []):
         with pytest.raises(ValueError, match="cameras are 'front', and then others"): light(1, 1, sp=[specs(1)[0] | {"cameras": bad}])
 
@@ -290,7 +288,7 @@ def test_seconds_are_told():
         pool.reset(0, 0); r = all_of(pool)[0]; assert r.seconds[0] > 0 and r.seconds[1] == 0 and r.seconds[2] > 0 and r.opened
         pool.step(0, np.zeros((4, 2))); r = all_of(pool)[0]; assert r.seconds[0] == 0 and r.seconds[1] > 0 and 0 < sum(r.seconds) < 1 and not r.opened
 
-def other(**kw): return {"kind": "light", "name": "other", "max_steps": 8, **kw}
+def other(**kw): return {"kind": "faulty", "name": "other", "max_steps": 8, **kw}
 
 def one_episode(pool, slot, seed=0):
     out = []
@@ -350,7 +348,7 @@ def test_the_first_reset_has_the_time_of_a_start():
 
 def test_what_cannot_be_built_or_does_not_fit_is_refused():
     with light(2, 1) as pool:
-        for spec,text in ((other(fault="start"), "cannot be built"), (other(kind="lihgt"), "did you mean 'light'"),
+        for spec,text in ((other(fault="start"), "cannot be built"), (other(kind="fautly"), "did you mean 'faulty'"),
                           (other(state_dim=4), "cannot take slot 0: it has state_dim 4, the pool 3; make a pool"),
                           (other(cameras=["front", "wrist"]), "it has cameras .*front.*wrist.*, the pool .*front")):
             pool.reset(1, 0); all_of(pool, [1]); pool.reset(0, 0, spec)
@@ -364,9 +362,11 @@ def test_what_cannot_be_built_or_does_not_fit_is_refused():
         pool.reset(0, 3, other()); assert one_episode(pool, 0)
 
 SCRIPT = """
-import sys, time; sys.path.insert(0, {here!r})
+import sys, time
+from clvla.core.plugins import load_plugins
 from clvla.envs.pool import EnvPool
-pool = EnvPool([dict(kind="light", name="a", fault={fault!r})]*3, 2, image_size=8, H=2, setup="light_env")
+load_plugins([{plugin!r}])
+pool = EnvPool([dict(kind="faulty", name="a", fault={fault!r})]*3, 2, image_size=8, H=2)
 for i in range(3): pool.reset(i, 0)
 n = 0
 while n < 3: n += len(pool.wait())
@@ -375,7 +375,7 @@ print(*[w.proc.pid for w in pool._workers], flush=True)
 """
 
 def child(then, fault=None):
-    p = subprocess.Popen([sys.executable, "-c", SCRIPT.format(here=HERE, then=then, fault=fault)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    p = subprocess.Popen([sys.executable, "-c", SCRIPT.format(plugin=FAULTS_FILE, then=then, fault=fault)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                          text=True, env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
     return p,[int(x) for x in p.stdout.readline().split()]
 

@@ -14,15 +14,17 @@ import torch
 from chaos import chaos, wait_for
 from clvla.core.state import load_state
 from clvla.core.files import read_json
+from clvla.envs.all import kinds
 from clvla.run.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
-from clvla.train.job import fingerprint, train_cl
+from clvla.run.shell import fingerprint
+from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED, Stopped
 
 SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, n_workers=1, image_size=32,
              suite=dict(base="mw5", num_tasks=2))
-job = sys.modules["clvla.train.job"]
+job = sys.modules["clvla.train.learner"]
 
 
 class Crash(BaseException): "A power cut: no `except` of the run sees it, nothing is written."
@@ -96,7 +98,7 @@ def test_a_crash_at_every_update(data, tmp_path, undisturbed, monkeypatch):
 def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_path, undisturbed, monkeypatch, algo):
     cfg = config(data, tmp_path/"run", algo=algo, n_trials=2)
     with monkeypatch.context() as m:
-        m.setattr(job.Job, "after_stage", lambda *a: (_ for _ in ()).throw(Crash()))
+        m.setattr(job.Imitation, "evaluate", lambda self, t, step=None: 1 if t < 0 else (_ for _ in ()).throw(Crash()))
         with pytest.raises(Crash): train_cl(cfg, say=len)
     real = RunFolder.episode
 
@@ -111,7 +113,7 @@ def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_pat
     assert fingerprint(cfg.run_dir) == undisturbed(algo=algo, n_trials=2)
 
 
-def in_a_queue(monkeypatch): monkeypatch.setattr("clvla.eval.queue.HEAVY", ("libero", "metaworld"))
+def in_a_queue(monkeypatch): monkeypatch.setattr(kinds["metaworld"], "heavy", True)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,7 @@ def queued(data, tmp_path_factory):
     "An undisturbed run whose own evaluation is the queue, and what it said; its policy is said to mind its place in a batch."
     said, asked = [], []
     with pytest.MonkeyPatch.context() as m:
-        in_a_queue(m); m.setattr("clvla.eval.queue.batch_gap", lambda *a: asked.append(a) or 2.4e-7)
+        in_a_queue(m); m.setattr("clvla.eval.player.batch_gap", lambda *a: asked.append(a) or 2.4e-7)
         run = train_cl(config(data, tmp_path_factory.mktemp("queued")/"run", algo="er", n_trials=4, n_workers=2), said.append)
     return run, said, asked
 
@@ -211,17 +213,19 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
     last = checkpoints(run.path/"checkpoints")[-1]
     assert {p.name for p in last.iterdir()} == {
         "weights.safetensors", "policy.json", "state.safetensors", "generators-0.safetensors", "config.json", "processor.json", "stream.json",
-        "dataset_statistics.json", "position.json", "episodes.json", "matrix.json", "versions.json", "manifest.json"}
+        "dataset_statistics.json", "position.json", "episodes.json", "matrix.json", "versions.json", "manifest.json", "algo.safetensors"}
     state = load_state(last/"state.safetensors")
-    assert set(state) == {"t", "at", "skipped", "noise", "algo", "opt", "scaler", "overflows"} and set(state["algo"]) >= {"F", "anchor"}
+    assert set(state) == {"t", "at", "skipped", "noise", "opt", "scaler", "overflows"}
+    assert set(load_state(last/"algo.safetensors")) >= {"F", "anchor"}
     assert (run.path/"checkpoints/LATEST").read_text().strip() == '"001-window-close"'
 
 
 QUEUE = """
-import sys, clvla.eval.queue as q
+import sys
+from clvla.envs.all import kinds
 from clvla.run.__main__ import main
-from clvla.run.launch import as_child
-q.HEAVY = ("libero", "metaworld"); as_child(lambda: main(sys.argv[1:]))
+from clvla.run.child import as_child
+kinds["metaworld"].heavy = True; as_child(lambda: main(sys.argv[1:]))
 """
 
 

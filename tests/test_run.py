@@ -16,7 +16,8 @@ import pytest
 from clvla.core.files import read_json, write_json
 from clvla.run.checkpoint import check_checkpoint, checkpoints
 from clvla.train.config import RunConfig, resolve
-from clvla.train.job import fingerprint, train_cl
+from clvla.run.shell import fingerprint
+from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +122,7 @@ def test_lerobot_data_sets_on_disk_are_a_stream(data, tmp_path, done):
 def test_no_process_more_after_many_tasks(data, tmp_path):
     "Ten stages leave as many children as one."
     cfg, seen = config(data, tmp_path/"many", algo="er", cycles=5, steps_per_task=1), []
-    job = sys.modules["clvla.train.job"]
+    job = sys.modules["clvla.train.learner"]
     real = job.save
 
     def count(*a): seen.append(len(children(os.getpid()))); return real(*a)

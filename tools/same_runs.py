@@ -24,7 +24,7 @@ RUNS = dict(
     joint=dict(algo="joint", suite=MW2),
     cumulative=dict(algo="cumulative", suite=MW3, head="l1", evaluate="none"),
     er=dict(algo="er", suite=MW3, accumulation=2, batch_size=32),
-    er_twice=dict(algo="er", suite={"base": "mw5", "num_tasks": 2, "cycles": 2}, buffer_size=40, reset_optimizer=False),
+    er_twice=dict(algo="er", suite={"base": "mw5", "num_tasks": 2, "cycles": 2}, algo_kw={"buffer_size": 40}, reset_optimizer=False),
     mir=dict(algo="mir", suite=MW3, algo_kw={"refresh": 3}),
     ewc=dict(algo="ewc", suite=MW3, algo_kw={"lam": 10., "n_batches": 2}),
     er_lora=dict(algo="er", suite=MW2, lora_rank=4, evaluate="none"),

@@ -23,7 +23,7 @@ def n_replay(
 class ER(CLAlgorithm):
     "Experience replay."
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; None: all
+        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         store:str="refs",          # "refs" or "values"
@@ -32,7 +32,7 @@ class ER(CLAlgorithm):
     ):
         check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
         self.replay_ratio,self.replayed = replay_ratio,Counter() # task id -> samples replayed in this stage
-        self.buf = TaskBuffer(buffer_size, sampling, store, total_size, seed)
+        self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed)
 
     def n_replay(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0
     def n_task_samples(self, B): return B - self.n_replay(B)

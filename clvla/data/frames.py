@@ -16,7 +16,7 @@ from numpy.lib.format import open_memmap
 from ..core.names import ACTION, IMAGE, IMAGES, INDEX, PAD, PROMPT, STATE, closest
 from ..core.config import entries
 from ..core.files import read_json, sha256, write_json
-from .streams import reading
+from ..core.files import reading
 
 # %% ../../nbs/data/01_frames.ipynb #7d36341b
 def check_episode(

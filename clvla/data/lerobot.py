@@ -16,7 +16,9 @@ from ..core.config import entries
 from .frames import FrameStore, reuse_store, write_store
 from .layouts import check_layout, convert
 from .lerobot_write import decode_image
-from .streams import Task, lerobot_info, lerobot_tasks, make_stream, reading
+from .partition import lerobot_info, lerobot_tasks
+from .streams import Task
+from ..core.files import reading
 
 # %% ../../nbs/data/07_lerobot.ipynb #ce829d88
 def camera_map(

@@ -7,24 +7,27 @@ __all__ = ['main']
 
 # %% ../../nbs/run/06_main.ipynb #bccfeac6
 import os, sys
-from ..train.config import hosts
-from .launch import as_child, end_with_parent, launch_ranks
+from .all import evaluations
+from .config import world_of
+from .plugins import plugins_of
+from .child import as_child, end_with_parent
+from .ranks import launch_ranks
 from .folder import RunFolder
 
 # %% ../../nbs/run/06_main.ipynb #51f9561a
 def main(
     args:list # run folder, and optionally the name of an evaluation
 ):
-    "Train the run of a folder, or evaluate its checkpoints."
+    "Do the run of a folder, or evaluate its checkpoints."
     end_with_parent()  # the first act, before anything that takes seconds to import
     if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.run RUN_DIR [EVALUATION]")
-    run = RunFolder(args[0]); cfg = run.cfg
-    if len(args) == 2:
-        from clvla.train.checkpoint_eval import eval_cl, read_eval_config
-        eval_cl(read_eval_config(run.path, args[1]))
-    elif "RANK" not in os.environ and (cfg.num_processes > 1 or len(hosts(cfg)) > 1): sys.exit(launch_ranks(cfg))
+    run = RunFolder(args[0])
+    cfg = run.cfg
+    plugins_of(cfg)
+    if len(args) == 2: evaluations[cfg.learner](run.path, args[1])
+    elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_ranks(cfg))
     else:
-        from clvla.train.job import train_cl
-        train_cl(cfg)
+        from clvla.run.shell import run_learner
+        run_learner(cfg)
 
 if __name__ == "__main__" and globals().get("__package__") == "clvla.run": as_child(lambda: main(sys.argv[1:]))

@@ -13,9 +13,10 @@ from pathlib import Path
 from fastcore.basics import patch
 from ..core.files import clean_temporary, read_json, write_atomic, write_json
 from ..core.config import config_json
-from ..envs.base import use_gl
+from ..envs.all import kinds
+from ..envs.render import use_gl
 from ..eval.metrics import record_key
-from ..train.config import RunConfig, differences, read_config
+from .config import RunBase, differences, read_config
 
 # %% ../../nbs/run/00_folder.ipynb #d51708a3
 def append_jsonl(
@@ -67,7 +68,7 @@ class RunFolder:
         self.path,self.rank,self.t0 = Path(path),rank,time.time()
 
     def begin(self,
-        cfg:RunConfig # resolved settings
+        cfg:RunBase # resolved settings
     )->str:           # "new", "continued" or "done"
         "Claim the folder for `cfg`; ValueError when it has another config, or another process writes to it."
         if (self.path/"config.json").exists():
@@ -86,7 +87,7 @@ class RunFolder:
     @property
     def done(self)->bool: return (self.path/"done.json").exists()
     @property
-    def cfg(self)->RunConfig: return read_config(self.path)
+    def cfg(self)->RunBase: return read_config(self.path)
     def logs(self, say=print)->list: return read_jsonl(self.path/"log.jsonl", say)
     def log(self, **record):
         if self.rank == 0: append_jsonl(self.path/"log.jsonl", record)
@@ -146,13 +147,13 @@ def _refuse(run):
 # %% ../../nbs/run/00_folder.ipynb #29a9bf0f
 def versions()->dict:
     "Versions of Python, the machine and the libraries that can change a number."
-    names = ("clvla", "torch", "numpy", "accelerate", "safetensors", "mujoco", "metaworld", "lerobot",
-             "peft", "deepspeed")
+    names = ("clvla", "torch", "numpy", "accelerate", "safetensors", "lerobot", "peft", "deepspeed")
     have = {n.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()
             if (n := d.metadata["Name"])}
-    libero = {n: have[n] for n in ("hf-libero", "robosuite", "bddl", "numba") if n in have}   # an extra
+    simulators = {n: have[n] for kind in kinds.values() for n in kind.packages if n in have}
     return dict(python=sys.version.split()[0], machine=platform.machine(), system=platform.system(),
-                cpus=os.cpu_count(), **{n: have.get(n, "not installed") for n in names}, **libero, gl=gl_now())
+                cpus=os.cpu_count(), **{n: have.get(n, "not installed") for n in names}, **simulators,
+                gl=gl_now())
 
 def gl_now()->str:
     "MuJoCo's GL backend as a simulator would choose it now, or none; chooses nothing."

@@ -50,8 +50,7 @@ def make_optimizer(
     "AdamW over the trained parameters, weight decay on matrices only; ValueError when there are none."
     if not any(p.requires_grad for p in policy.parameters()):
         raise ValueError("the policy has no trained parameter; is everything frozen?")
-    lr_of = policy.lr_of(cfg.lr) if hasattr(policy, "lr_of") else {}
-    groups = param_groups(policy, cfg.lr, cfg.weight_decay, lr_of)
+    groups = param_groups(policy, cfg.lr, cfg.weight_decay, policy.lr_of(cfg.lr) | cfg.lr_of)
     return torch.optim.AdamW([g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in groups])
 
 # %% ../../nbs/train/01_trainer.ipynb #eba85a97
@@ -160,7 +159,7 @@ def begin(self:Trainer,
     name:str       # task id, or "joint"
 ):
     "Make loader, context and average of a stage."
-    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world)
+    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
     ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
                     task_id=name, t=t, n_steps=self.n_steps)
     self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
@@ -193,6 +192,7 @@ def fit(self:Trainer,
     if self.ema:                     # the average is what is evaluated, and what the next task starts from
         with self.engine.whole(write=True): self.ema.copy_to(self.policy)
     call_hook(algo, "on_task_end", ctx)
+    ctx.loader.close()
     self.log(stage=t, task=name, drawn=self.drawn())
     self.t,self.loop,self.ema = t+1,None,None
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from ...core.names import IMAGE, closest, require
 from ...core.files import os_error, read_json, reason, sha256, write_atomic, write_json
-from ..base import GL_LIBS, make_env, use_gl
+from ..all import make_env
+from ..render import GL_LIBS, use_gl
 from .files import KNOWN, MODELS, TOPS, check_whole, digest, fingerprints, layout, states_fingerprint
 from .files import unpack
 from .states import HELP, SUITES, package, read_npz, suite_states

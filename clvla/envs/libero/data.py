@@ -4,21 +4,20 @@
 
 # %% auto #0
 __all__ = ['KNOWN', 'NAMES', 'CAMERAS', 'ASK', 'SMALL', 'SAID', 'OPTIONS', 'sample', 'state_of', 'gripper_of', 'check_action',
-           'repository', 'known_pictures', 'own_note', 'columns_of', 'recognise', 'match', 'as_libero', 'layout_text',
-           'fetch']
+           'repository', 'known_pictures', 'own_note', 'columns_of', 'recognise', 'match', 'as_libero']
 
 # %% ../../../nbs/envs/libero/09_data.ipynb #d556b1d4
-import os, re
+import re
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from ...core.names import ACTION, IMAGE, IMAGES, STATE, closest, require
+from ...core.names import ACTION, IMAGE, IMAGES, STATE, closest
 from ...core.config import entries
-from ...core.files import read_json, write_json
+from ...core.files import read_json, reading
 from ...data.layouts import GRIPPERS, PICTURES, STATES, check_layout
 from ...data.lerobot import data_files, read_columns
 from .tasks import SUITES, SUITE_OF, check_suite, libero_id, libero_prompt, libero_task
-from ...data.streams import lerobot_info, lerobot_tasks, reading
+from ...data.partition import lerobot_info, lerobot_tasks
 
 # %% ../../../nbs/envs/libero/09_data.ipynb #06e44b17
 def sample(
@@ -276,34 +275,3 @@ def _unique(tasks):
         said = [o.prompt for o in tasks if o.id in twice]
         raise ValueError(f"the instructions {said} are one LIBERO task; write them alike in the data sets")
     return tasks
-
-def layout_text(
-    part:dict # of a task's source
-)->str:       # one line, to be said before training
-    "What is taken for granted of a LIBERO data set."
-    o = part["layout"]; cams = ", ".join(f"{k.removeprefix(IMAGES)} = {v}" for k,v in o["cameras"].items())
-    return (f"{part['path']} is read as a LIBERO data set: {cams}; pictures {o['pictures']}; state {o['state']}; "
-            f"gripper {o['gripper']} (open..shut)")
-
-# %% ../../../nbs/envs/libero/09_data.ipynb #92289d30
-def fetch(
-    spec:str,    # "hf:ORG/NAME" or "hf:ORG/NAME@REVISION"
-    folder=None  # data folder; None = $CLVLA_DATA or ~/.cache/clvla
-)->Path:         # the data set on disk
-    "A data set of the Hugging Face hub, fetched when it is not there."
-    m = re.fullmatch(r"hf:([\w.-]+)/([\w.-]+?)(?:@([\w./-]+))?", spec)
-    if not m or ".." in spec: raise ValueError(f"{spec!r} does not name a data set of the hub; write hf:ORG/NAME, as "
-                                               "in hf:HuggingFaceVLA/libero, or hf:ORG/NAME@REVISION")
-    org,name,rev = m.groups(); repo = f"{org}/{name}"
-    data = Path(folder or os.environ.get("CLVLA_DATA") or "~/.cache/clvla").expanduser()
-    out = data/"hub"/org/re.sub("[^\\w.@-]", "-", f"{name}@{rev}" if rev else name); done = out/".fetched.json"
-    if done.exists(): return out
-    require("huggingface_hub", "lerobot")
-    from huggingface_hub import snapshot_download
-    try: snapshot_download(repo, repo_type="dataset", revision=rev, local_dir=str(out),
-                           allow_patterns=["meta/**", "data/**", "videos/**", "README.md"])
-    except Exception as e:
-        raise ConnectionError(f"{repo} could not be fetched ({type(e).__name__}: {e}); try again, what has arrived is "
-                              "kept; or copy the data set into a folder ORG/NAME on this machine and name that") from e
-    write_json(done, dict(repository=repo, revision=rev))
-    return out

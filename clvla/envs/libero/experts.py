@@ -9,6 +9,7 @@ __all__ = ['ORDER', 'spot', 'align', 'is_flat', 'drop_in', 'put', 'falling', 'ac
 import numpy as np
 from .skills import OPEN, CLOSE, World, about_z, bounds, boxes, carry, go, ground, hold, lay, pick
 from .fixtures import UP, close_drawer, joints_of, open_drawer, push, slide, turn_knob
+from .sim import LiberoSim
 
 # %% ../../../nbs/envs/libero/08_experts.ipynb #7987a0dd
 def spot(
@@ -141,7 +142,6 @@ def episodes(
     job            # suite, name, trials, limit, shake
 )->list:           # [success, steps] per trial
     "The expert's episodes of one task, in a process of its own that draws nothing."
-    from clvla.envs.libero.sim import LiberoSim
     suite,name,trials,limit,shake = job
     sim = LiberoSim(suite, name, visuals="none")
     try: return [list(play(sim, k, limit, shake)) for k in trials]

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['SPATIAL', 'OBJECT', 'GOAL', 'K', 'L', 'S', 'LONG', 'NINETY', 'SUITES', 'SUITE_OF', 'NO_SUITE', 'SAME', 'MAX_STEPS',
-           'LIMITS', 'UNDEMONSTRATED', 'ORDERS', 'check_suite', 'libero_prompt', 'libero_id', 'libero_task',
-           'libero_order']
+           'LIMITS', 'LIBERO5', 'UNDEMONSTRATED', 'ORDERS', 'check_suite', 'libero_prompt', 'libero_id', 'libero_task',
+           'libero_stream', 'libero_order']
 
 # %% ../../../nbs/envs/libero/00_tasks.ipynb #9aab65ae
 import re
 from ...core.names import closest
+from ...data.streams import Stream, Task
 
 # %% ../../../nbs/envs/libero/00_tasks.ipynb #2a848a79
 SPATIAL = ("between the plate and the ramekin", "next to the ramekin", "from table center", "on the cookie box",
@@ -186,15 +187,30 @@ def libero_task(
     suite:str,            # as in "libero_goal"
     name:str,             # one of `SUITES[suite]`
     limits:str="lerobot"  # whose step limit: a key of `LIMITS`
-):                        # a `Task`
+)->Task:
     "A LIBERO task with its instruction and its step limit."
-    from clvla.data.streams import Task# that page imports this one
     if name not in SUITES[check_suite(suite)]:
         at = f"; it belongs to {SUITE_OF[name]!r}" if name in SUITE_OF else closest(name, SUITES[suite])
         raise ValueError(f"suite {suite!r} has no task {name!r}{at}")
     if limits not in LIMITS: raise ValueError(f"nobody's step limits are called {limits!r}{closest(limits, LIMITS)}")
     env = dict(kind="libero", suite=suite, name=name, max_steps=LIMITS[limits][suite])
     return Task(libero_id(name), name, libero_prompt(name), env, dict(kind="demos"))
+
+# %% ../../../nbs/envs/libero/00_tasks.ipynb #df39df3d
+LIBERO5 = ("turn_on_the_stove", "put_the_bowl_on_the_plate", "put_the_bowl_on_the_stove",
+           "put_the_bowl_on_top_of_the_cabinet", "put_the_wine_bottle_on_the_rack")   # of libero_goal: one scene
+
+def libero_stream(
+    suite:str,             # a suite, or "libero": all of them
+    names=None,            # of tasks; None = all of the suite
+    limits:str="lerobot",  # whose step limits: a key of `LIMITS`
+    **kw                   # of `Stream`: order, cycles
+)->Stream:
+    "A stream of LIBERO tasks, named after its suite."
+    if suite == "libero": suites = SUITE_OF
+    else: suites = dict.fromkeys(SUITES[check_suite(suite)], suite)
+    tasks = [libero_task(suites.get(name, suite), name, limits) for name in (suites if names is None else names)]
+    return Stream(suite, tuple(tasks), **kw)
 
 # %% ../../../nbs/envs/libero/00_tasks.ipynb #1339bd1e
 UNDEMONSTRATED = tuple("""

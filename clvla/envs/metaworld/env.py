@@ -9,8 +9,8 @@ __all__ = ['reset_sim', 'MetaWorldEnv']
 import warnings
 import numpy as np
 from ...core.names import closest
-from ..base import Env, use_gl
-from ..render import FastRenderer
+from ..base import Env
+from ..render import FastRenderer, use_gl
 
 # %% ../../../nbs/envs/metaworld/01_env.ipynb #f77fc546
 def reset_sim(
@@ -58,7 +58,8 @@ class MetaWorldEnv(Env):
 
     def _act(self, action):
         self.full,reward,_,_,info = self.sim.step(action)
-        return float(reward),bool(info["success"])
+        success = bool(info["success"])
+        return float(reward),success,success
 
     @property
     def state(self): return self.full[:4].astype(np.float32)
@@ -68,7 +69,7 @@ class MetaWorldEnv(Env):
     def render(self, out=None):
         if self.renderer is None:
             m,d = self.sim.model,self.sim.data
-            self.renderer = FastRenderer(m, d, self.image_size, cell=self.cell, share=self.name)
+            self.renderer = FastRenderer(m, d, self.sizes["front"], cell=self.cell, share=self.name)
         return self.renderer(out)
 
     def close(self):
