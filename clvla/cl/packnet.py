@@ -88,22 +88,25 @@ def prune(self:PackNet, ctx):
     params = ctx.params()
     for n,owner in self.owner.items(): owner[largest(params[n], owner == 0, self.share_of(ctx.t))] = self.k
     self.pruned = True
-    self.clear(ctx)
+    self.clear(ctx, self.k)
 
 @patch
-def clear(self:PackNet, ctx):
-    "Zero for the free weights, and for the moments of all weights that are not trained now."
+def clear(self:PackNet,
+    ctx,
+    k:int # whose weights are trained next; 0: the free ones
+):
+    "Zero for the free weights, and for the moments of all weights that are not trained next."
     params = ctx.params()
     with torch.no_grad(), ctx.writing():
         for n,owner in self.owner.items():
             params[n].masked_fill_(owner == 0, 0.)
             for moment in ctx.moments(params[n]).values():
-                if moment.shape == owner.shape: moment.masked_fill_(~self.open(n), 0.)
+                if moment.shape == owner.shape: moment.masked_fill_(owner != k, 0.)
 
 @patch
 def on_task_end(self:PackNet, ctx):
     if not self.pruned: self.prune(ctx)
-    self.clear(ctx)
+    self.clear(ctx, 0)
 
 # %% ../../nbs/cl/14_packnet.ipynb #7c3aa96c
 @patch

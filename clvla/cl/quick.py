@@ -112,6 +112,7 @@ class QuickPolicy(nn.Module):
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=g)/p.shape[-1]**.5 if p.dim() > 1 else torch.zeros(p.shape)
 
+    def lora_targets(self)->list: return ["net.0", "net.2", "net.4"]
     def draw(self, B, generator):
         "(B,n,H,A) noise and (B,n) time; None for a head that needs none."
         if self.head != "flow": return None, None

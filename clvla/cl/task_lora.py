@@ -35,15 +35,13 @@ def add_adapters(
     alpha:float,
     seed:int=0   # of the adapters' first values
 ):
-    "Put an adapter beside every linear layer outside the head; only adapters and head are trained from here on."
+    "Put an adapter beside every layer of `lora_targets`; only adapters and head are trained from here on."
     if any(isinstance(m, Adapted) for m in policy.modules()): raise ValueError("this policy has adapters already")
-    users = [id(p) for m in policy.modules() for p in m.parameters(recurse=False)]
-    layers = {n: m for n,m in policy.named_modules() if type(m) is nn.Linear and not f"{n}.".startswith("head.")
-              and users.count(id(m.weight)) == 1}
-    if not layers: raise ValueError(f"{type(policy).__name__} has no linear layer outside its head")
+    names = policy.lora_targets()
+    if not names: raise ValueError(f"{type(policy).__name__} has no layer that takes an adapter; lora_targets() is []")
     generator = torch_rng(seed, "lora")
     for n,p in policy.named_parameters(): p.requires_grad_(p.requires_grad and n.startswith("head."))
-    for n,layer in layers.items(): policy.set_submodule(n, Adapted(layer, rank, alpha, generator))
+    for n in names: policy.set_submodule(n, Adapted(policy.get_submodule(n), rank, alpha, generator))
 
 # %% ../../nbs/cl/15_task_lora.ipynb #5925c1d6
 class TaskLoRA(CLAlgorithm):
