@@ -56,10 +56,14 @@ class TaskBuffer:
         for name,x in dict(buffer_size=buffer_size, total_size=total_size).items():
             if x is not None: check_count(name, x)
         self.buffer_size,self.sampling,self.store,self.total_size,self.seed = buffer_size,sampling,store,total_size,seed
-        self.frames,self.values,self.turn,self.rng = {},{},0,np_rng(seed, "replay", "draw")
+        self.frames = {}  # task id -> its frame numbers
+        self.values = {}  # task id -> a batch of its samples, where store="values"
+        self.turn,self.rng = 0,np_rng(seed, "replay", "draw")
 
     def __len__(self): return sum(map(len, self.frames.values()))
-    def check_room(self, n_tasks:int): quotas(n_tasks, self.total_size, self.buffer_size)
+    def check_room(self, n_tasks:int):
+        "ValueError when `n_tasks` tasks do not find room."
+        quotas(n_tasks, self.total_size, self.buffer_size)
 
 # %% ../../nbs/cl/03_buffer.ipynb #6fa6fa0d
 def _packed(batch:dict)->dict:
@@ -100,9 +104,9 @@ def draw(self:TaskBuffer,
     if not len(self): raise ValueError("the memory is empty; finish a task first, or check len(buffer)")
     ids,sizes = list(self.frames),[len(v) for v in self.frames.values()]
     if self.sampling == "uniform":
-        pos = draw_positions(sum(sizes), n, self.rng)
-        k = np.searchsorted(np.cumsum(sizes), pos, side="right")
-        return [(ids[a], int(b)) for a,b in zip(k, pos - (np.cumsum(sizes) - sizes)[k])]
+        pos,ends = draw_positions(sum(sizes), n, self.rng),np.cumsum(sizes)
+        task = np.searchsorted(ends, pos, side="right")
+        return [(ids[k], int(p)) for k,p in zip(task, pos - (ends-sizes)[task])]
     per_task = slots(n, len(ids), self.sampling, self.rng, self.turn)
     self.turn = (self.turn + n)%len(ids) if self.sampling == "rotating" else 0
     return [(i, int(p)) for i,N,m in zip(ids, sizes, per_task) for p in draw_positions(N, m, self.rng)]
@@ -113,13 +117,12 @@ def gather(
     fetch      # (task_id, positions) -> batch
 )->dict:       # a batch in the order of `refs`
     "One read per task, then the asked-for order."
-    groups = {}
-    for k,(t,_) in enumerate(refs): groups.setdefault(t, []).append(k)
-    b = cat(*[fetch(t, [refs[k][1] for k in ks]) for t,ks in groups.items()])
-    order = np.concatenate(list(groups.values()))
-    return b if len(groups) == 1 else take(b, np.argsort(order))
+    rows = {}  # task id -> rows of the batch
+    for row,(task_id,_) in enumerate(refs): rows.setdefault(task_id, []).append(row)
+    batch = cat(*[fetch(task_id, [refs[row][1] for row in own]) for task_id,own in rows.items()])
+    return batch if len(rows) == 1 else take(batch, np.argsort(np.concatenate(list(rows.values()))))
 
-# %% ../../nbs/cl/03_buffer.ipynb #ecfbf126
+# %% ../../nbs/cl/03_buffer.ipynb #2847408d
 @patch
 def fetch(self:TaskBuffer,
     drawn:list, # what `draw` returned
@@ -127,8 +130,8 @@ def fetch(self:TaskBuffer,
 )->dict:        # a batch in that order
     "The samples that were drawn."
     if not drawn: return {}
-    if self.store == "refs": return data.fetch_refs([(t, int(self.frames[t][p])) for t,p in drawn])
-    return gather(drawn, lambda t,pos: take(self.values[t], pos))
+    if self.store == "refs": return data.fetch_refs([(task_id, int(self.frames[task_id][p])) for task_id,p in drawn])
+    return gather(drawn, lambda task_id,pos: take(self.values[task_id], pos))
 
 # %% ../../nbs/cl/03_buffer.ipynb #a9d50922
 @patch

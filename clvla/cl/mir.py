@@ -65,8 +65,8 @@ class MIR(ER):
     "Maximally interfered retrieval on top of experience replay."
     zero3 = False  # scoring needs whole weights
     def __init__(self,
-        buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs",
-            total_size:int|None=None, # as in ER
+        buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs", # as in ER
+        total_size:int|None=None, # as in ER
         refresh:int=1,       # score candidates every so many steps; 1 = the paper, 50 costs next to nothing
         candidates:int=16,   # C, samples that are scored
         top_k:int=8,         # k, how many of them are kept
@@ -75,54 +75,67 @@ class MIR(ER):
         seed:int=0
     ):
         super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed)
-        for name,x in dict(refresh=refresh, candidates=candidates, top_k=top_k,
-            n_draws=n_draws).items(): check_count(name, x)
+        counts = dict(refresh=refresh, candidates=candidates, top_k=top_k, n_draws=n_draws)
+        for name,value in counts.items(): check_count(name, value)
         check_choice("between", between, ("draw", "cache"))
         if top_k > candidates: raise ValueError(f"top_k={top_k} is more than candidates={candidates}; keep at "
             f"most as many as are scored")
         self.refresh,self.candidates,self.top_k,self.n_draws,self.between = refresh,candidates,top_k,n_draws,between
-        self.generator,self.cache,self.step,self.n_refresh,self.scores = torch_rng(seed, "mir noise"),[],0,0,[0., 0.]
+        self.generator,self.cache = torch_rng(seed, "mir noise"),[] # cache: the best of the last refresh
+        self.step,self.n_refresh,self.scores = 0,0,[0., 0.]         # of this stage; scores: largest and mean
 
     def on_task_start(self, ctx):
-        super().on_task_start(ctx); ctx.params()
+        super().on_task_start(ctx)
+        ctx.params()  # refuses a policy that trains nothing
         self.cache,self.step,self.n_refresh = [],0,0
+
     def after_step(self, ctx): self.step += 1
 
     def choose(self, n, ctx):
-        now = (self.step+1)%self.refresh == 0
-        if now: self.score(ctx)
-        return self.pick(n, now)
-
-    def metrics(self):
-        return {**super().metrics(), "refreshes": float(self.n_refresh), "score_max": self.scores[0],
-            "score_mean": self.scores[1]}
-    def state_dict(self):
-        own = dict(cache=[list(c) for c in self.cache], step=self.step, n_refresh=self.n_refresh,
-            scores=list(self.scores))
-        return {**super().state_dict(), **own, "generator": rng_state(self.generator)}
-    def load_state_dict(self, state):
-        super().load_state_dict(state); set_rng_state(self.generator, state["generator"])
-        self.cache,self.scores = [tuple(c) for c in state["cache"]],list(state["scores"])
-        self.step,self.n_refresh = int(state["step"]),int(state["n_refresh"])
+        "The remembered samples of this step; ER's is a plain draw."
+        scored = (self.step+1)%self.refresh == 0
+        if scored: self.score(ctx)
+        return self.pick(n, scored)
 
 # %% ../../nbs/cl/09_mir.ipynb #761359a4
 @patch
 def score(self:MIR, ctx):
     "Draw candidates, score them, keep the `top_k` that would suffer most."
     drawn = self.buf.draw(min(self.candidates, len(self.buf)))
-    s = interference(ctx, ctx.task_batch, to_device(self.buf.fetch(drawn, ctx.data), ctx.device), self.generator,
-        self.n_draws)
+    candidates = to_device(self.buf.fetch(drawn, ctx.data), ctx.device)
+    s = interference(ctx, ctx.task_batch, candidates, self.generator, self.n_draws)
     best = s.topk(min(self.top_k, len(drawn))).indices.tolist()
-    self.cache,self.n_refresh,self.scores = [drawn[i] for i in best],self.n_refresh+1,[float(s.max()), float(s.mean())]
+    self.cache = [drawn[i] for i in best]
+    self.n_refresh += 1
+    self.scores = [float(s.max()), float(s.mean())]
 
 # %% ../../nbs/cl/09_mir.ipynb #3a57dae1
 @patch
 def pick(self:MIR,
-    n:int,   # samples, over all processes
-    now:bool # candidates were scored for this very step
-)->list:     # (task_id, position in memory)
+    n:int,      # samples, over all processes
+    scored:bool # candidates were scored for this very step
+)->list:        # (task_id, position in memory)
     "The remembered samples of this step."
     if self.between == "cache" and self.cache:
         return [self.cache[i] for i in draw_positions(len(self.cache), n, self.buf.rng)]
-    top = self.cache[:n] if now else []
+    top = self.cache[:n] if scored else []
     return top + (self.buf.draw(n-len(top)) if len(top) < n else [])
+
+# %% ../../nbs/cl/09_mir.ipynb #06bd7c6f
+@patch
+def metrics(self:MIR)->dict:
+    counts = dict(refreshes=float(self.n_refresh), score_max=self.scores[0], score_mean=self.scores[1])
+    return {**ER.metrics(self), **counts}
+
+@patch
+def state_dict(self:MIR)->dict:
+    counts = dict(step=self.step, n_refresh=self.n_refresh, scores=list(self.scores))
+    cache = [list(c) for c in self.cache]
+    return {**ER.state_dict(self), **counts, "cache": cache, "generator": rng_state(self.generator)}
+
+@patch
+def load_state_dict(self:MIR, state):
+    ER.load_state_dict(self, state)
+    set_rng_state(self.generator, state["generator"])
+    self.cache,self.scores = [tuple(c) for c in state["cache"]],list(state["scores"])
+    self.step,self.n_refresh = int(state["step"]),int(state["n_refresh"])
