@@ -54,7 +54,7 @@ def answers(
 ):                # tensor
     "What the policy puts out with other weights, in evaluation mode."
     training = [m for m in policy.modules() if m.training]
-    policy.eval()
+    policy.train(False)
     try:
         with torch.no_grad(): return functional_call(policy, weights, (batch,), given)[1]["pred"]
     finally:
@@ -67,19 +67,27 @@ def weights_of(policy)->dict:
 
 # %% ../../nbs/cl/13_lwf.ipynb #2dbb41f9
 @patch
-def observe(self:LwF, batch, ctx): self.current = batch[PROMPT][0]
+def observe(self:LwF, batch, ctx):
+    "Note the task's instruction."
+    self.current = batch[PROMPT][0]
 
 @patch
 def on_task_end(self:LwF, ctx):
+    "The policy as it is now becomes the teacher."
     self.teacher = weights_of(ctx.policy)
     self.past[ctx.task_id] = self.current
 
 @patch
-def metrics(self:LwF)->dict: return dict(penalty=float(self.last))
+def metrics(self:LwF)->dict:
+    "The penalty of the last update."
+    return dict(penalty=float(self.last))
 
 @patch
-def state_dict(self:LwF)->dict: return dict(teacher=self.teacher, past=self.past, current=self.current)
+def state_dict(self:LwF)->dict:
+    "Teacher and instructions."
+    return dict(teacher=self.teacher, past=self.past, current=self.current)
 
 @patch
 def load_state_dict(self:LwF, state):
+    "Go on with a stored teacher."
     self.teacher,self.past,self.current = state["teacher"],state["past"],state["current"]

@@ -105,6 +105,7 @@ def clear(self:PackNet,
 
 @patch
 def on_task_end(self:PackNet, ctx):
+    "Prune, where that was not done inside the task, and leave the free weights at zero."
     if not self.pruned: self.prune(ctx)
     self.clear(ctx, 0)
 
@@ -140,8 +141,10 @@ def metrics(self:PackNet)->dict:
 
 @patch
 def state_dict(self:PackNet)->dict:
+    "Which weight belongs to which task, and where the task under way stands."
     return dict(owner=self.owner, visits=self.visits, k=self.k, pruned=self.pruned)
 
 @patch
 def load_state_dict(self:PackNet, state):
+    "Go on with stored owners."
     self.owner,self.visits,self.k,self.pruned = (state[name] for name in ("owner", "visits", "k", "pruned"))

@@ -282,7 +282,8 @@ def plot_forgetting(
 ):          # a plotly figure
     "Loss on the first task after each task: median line, and the range over seeds as a band."
     import plotly.graph_objects as go
-    fig,colors = go.Figure(),["#636EFA", "#EF553B", "#00CC96", "#AB63FA", "#FFA15A", "#19D3F3"]
+    fig,colors = go.Figure(),["#636EFA", "#EF553B", "#00CC96", "#AB63FA", "#FFA15A", "#19D3F3", "#FF6692", "#7F7F7F",
+                              "#8C564B", "#BCBD22", "#2E4057"]
     for c,(name,L) in zip(colors, first_task(Rs).items()):
         x = [f"after task {k+1}" for k in range(L.shape[1])]
         fig.add_scatter(x=x+x[::-1], y=[*L.max(0), *L.min(0)[::-1]], fill="toself", fillcolor=c, opacity=.15,
