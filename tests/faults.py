@@ -3,7 +3,8 @@ import ctypes, os, sys, time
 from pathlib import Path
 import numpy as np
 from clvla.envs.dot import Dot
-from clvla.envs.base import envs as kinds
+from clvla.envs.all import kinds
+from clvla.envs.kind import Kind
 
 
 class Faulty(Dot):
@@ -55,4 +56,4 @@ class Faulty(Dot):
     def expert(self): return np.ones(2, np.float32)
 
 
-kinds["faulty"] = Faulty
+kinds["faulty"] = Kind(label="the faulty dot", env=Faulty)

@@ -3,7 +3,7 @@ import os, subprocess, sys, time
 import numpy as np
 import pytest
 from clvla.core.names import IMAGE, STATE
-from clvla.envs.base import Env, envs, make_env
+from clvla.envs.all import kinds, make_env
 from clvla.envs.metaworld.env import MetaWorldEnv, reset_sim
 from clvla.envs.render import FastRenderer, check_gl, decimate, use_gl
 
@@ -123,9 +123,9 @@ def test_names_that_do_not_exist():
     with pytest.raises(ValueError, match="did you mean 'window-open-v3'"): make_env(spec("window-opne-v3"))
     with pytest.raises(ValueError, match="needs 'kind'"): make_env({"name": "reach-v3"})
     with pytest.raises(ValueError, match="1 to 500"): make_env(spec(max_steps=501))
-    assert envs["metaworld"] and MetaWorldEnv.action_dim == 4
+    assert kinds["metaworld"] and MetaWorldEnv.action_dim == 4
 
-GL = "from clvla.envs.base import make_env; make_env({'kind': 'metaworld', 'name': 'reach-v3'}).reset(0)"
+GL = "from clvla.envs.all import make_env; make_env({'kind': 'metaworld', 'name': 'reach-v3'}).reset(0)"
 
 @pytest.mark.parametrize("gl,says", [("bogus", "MUJOCO_GL='bogus'"), ("glfw", "needs a display")])
 def test_gl_that_cannot_work_is_answered_within_seconds(gl, says):

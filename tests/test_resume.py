@@ -128,7 +128,7 @@ def queued(data, tmp_path_factory):
 
 def test_the_queue_of_a_run_says_once_that_its_schedule_counts(queued):
     run, said, asked = queued
-    assert len(asked) == 1 and sum("the place in a batch moves this policy's actions by up to 2e-07" in s for s in said) == 1
+    assert len(asked) == 1 and sum("the place in a policy call moves this policy's actions by up to 2e-07" in s for s in said) == 1
     assert len(run.episodes()) == 12 and all("time/policy" in r for r in run.episodes())  # a queue's records
 
 

@@ -22,7 +22,7 @@ class TaskData:
         stores:dict,         # task id -> frame store
         processor,           # normalises raw batches
         H:int,               # actions per chunk
-        n_actions:dict=None, # task id -> number of discrete actions; None: actions are continuous
+        n_actions:dict=None, # task id -> number of discrete actions; None: as the stores say
         prepare=None         # batch -> batch with further entries, one row a sample; None: nothing is added
     ):
         if not stores: raise ValueError("TaskData needs at least one frame store, found none")
@@ -31,6 +31,8 @@ class TaskData:
         self.state_dim,self.action_dim,self.pixels = next(iter(dims.values()))
         if any(d != (self.state_dim, self.action_dim, self.pixels) for d in dims.values()):
             raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found {dims}")
+        own = {k: getattr(s, "n_actions", None) for k,s in stores.items()}   # discrete actions, as the stores say
+        if n_actions is None and any(own.values()): n_actions = {k: n for k,n in own.items() if n is not None}
         if n_actions is not None and (missing := sorted(stores.keys()-n_actions)):
             raise ValueError(f"n_actions lacks {missing}; give the number of discrete actions of every task")
         self.stores,self.processor,self.H,self.prepare = dict(stores),processor,H,prepare

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ENTRIES', 'check_entries', 'camera_sizes', 'Env']
 
-# %% ../../nbs/envs/00_base.ipynb #8e781f45
-import os
+# %% ../../nbs/envs/00_base.ipynb #738b66fe
 import numpy as np
 from ..core.names import IMAGE, IMAGES, N_ACTIONS, STATE, closest
 from ..core.seeds import seed_of

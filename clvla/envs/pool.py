@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Result', 'EnvPool', 'python_of', 'make_workers', 'check_alike']
 
-# %% ../../nbs/envs/03_pool.ipynb #53ad79d9
+# %% ../../nbs/envs/03_pool.ipynb #26c5d7f8
 import os, subprocess, time, weakref
 from collections import deque
 from dataclasses import dataclass, field

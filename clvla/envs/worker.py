@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['memory_layout', 'memory_arrays', 'about', 'Envs', 'worker', 'carry_out', 'act', 'write_obs']
 
-# %% ../../nbs/envs/07_worker.ipynb #38c7a5c4
+# %% ../../nbs/envs/07_worker.ipynb #ed9709ad
 import mmap, time
 import numpy as np
 from ..core.names import IMAGES, N_ACTIONS, STATE

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['film', 'firsts', 'film_firsts']
 
-# %% ../../nbs/eval/03_films.ipynb #c22ab223
+# %% ../../nbs/eval/03_films.ipynb #c9a1db31
 from pathlib import Path
 import numpy as np
 from PIL import Image
@@ -13,7 +13,7 @@ from ..core.names import IMAGE
 from ..envs.all import make_env
 from .player import spec_of
 
-# %% ../../nbs/eval/03_films.ipynb #4ab73269
+# %% ../../nbs/eval/03_films.ipynb #c92bb26e
 def film(
     env,           # an environment of the task; drawn at its own image size
     trial:int,     # initial state
@@ -35,7 +35,7 @@ def _save_gif(path, frames, fps:int=20)->Path:
     first.save(path, save_all=True, append_images=rest, duration=round(1000/fps), loop=0)
     return path
 
-# %% ../../nbs/eval/03_films.ipynb #0623f713
+# %% ../../nbs/eval/03_films.ipynb #75bc89a6
 def firsts(
     records # of one evaluation
 )->list:    # the first success and the first failure of each task
@@ -44,7 +44,7 @@ def firsts(
     for r in sorted(records, key=lambda r: r["trial"]): chosen.setdefault((r["task"], r["success"]), r)
     return list(chosen.values())
 
-# %% ../../nbs/eval/03_films.ipynb #0c3cac99
+# %% ../../nbs/eval/03_films.ipynb #f1959819
 def film_firsts(
     records,       # records of one evaluation
     actions:dict,  # what `evaluate` put into its `actions`; episodes that are not there are left out

@@ -6,7 +6,7 @@
 __all__ = ['BATCH', 'POOL_SEED', 'CLOCK', 'PARTS', 'Row', 'OwnTrials', 'Queue', 'part_of', 'Idle', 'longest', 'predict', 'gather',
            'check_envs', 'spec_of', 'own_rows', 'workers_of', 'Player', 'batch_gap']
 
-# %% ../../nbs/eval/02_player.ipynb #8066a39d
+# %% ../../nbs/eval/02_player.ipynb #e30d3cf9
 import time
 from collections import Counter, deque
 from contextlib import ExitStack
@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from ..core.batch import to_device, torch_rng
-from ..core.names import IMAGES, PROMPT, STATE, TASK_ID, closest
+from ..core.names import IMAGES, N_ACTIONS, PROMPT, STATE, TASK_ID, closest
 from ..core.seeds import np_rng
 from ..envs.all import kind_of
 from ..envs.pool import EnvPool
 from .metrics import record_key
 
-# %% ../../nbs/eval/02_player.ipynb #2116ce35
-@dataclass
+# %% ../../nbs/eval/02_player.ipynb #985b40ac
+@dataclass(eq=False)
 class Row:
     "One environment, and the episode that is under way in it."
     number:int              # among the rows of all processes
@@ -53,7 +53,7 @@ class Row:
         self.steps,self.reward,self.actions = 0,0.,[]
         self.rng = torch_rng(seed, "eval", self.task.id, self.trial)
 
-# %% ../../nbs/eval/02_player.ipynb #4e36bf80
+# %% ../../nbs/eval/02_player.ipynb #c226b9ff
 class OwnTrials:
     "Every row has trials of its own task."
     def __init__(self,
@@ -75,7 +75,7 @@ class OwnTrials:
         trials = self.left[row.number]
         return (row.task.id, trials.popleft()) if trials else None
 
-# %% ../../nbs/eval/02_player.ipynb #38516b99
+# %% ../../nbs/eval/02_player.ipynb #68225831
 class Queue:
     "All rows share the episodes of all tasks."
     def __init__(self,
@@ -98,7 +98,7 @@ class Queue:
         if not self.left.get(task_id): task_id = max(self.left, key=lambda j: len(self.left[j]), default=None)
         return (task_id, self.left[task_id].popleft()) if self.left.get(task_id) else None
 
-# %% ../../nbs/eval/02_player.ipynb #5aa1609e
+# %% ../../nbs/eval/02_player.ipynb #d81be92e
 def part_of(
     text:str # "a/b", as in "0/4"
 )->tuple:    # (a, b)
@@ -110,7 +110,7 @@ def part_of(
                          f"'0/4'; found {text!r}")
     return int(a),int(b)
 
-# %% ../../nbs/eval/02_player.ipynb #3920b18e
+# %% ../../nbs/eval/02_player.ipynb #9be165dc
 @dataclass
 class _Named:
     id:str
@@ -137,6 +137,7 @@ def predict(
     "One policy call; only rows with a trial under way draw noise."
     device = next(policy.parameters()).device
     raw = {**obs, PROMPT: [row.task.prompt for row in rows], TASK_ID: [row.task.id for row in rows]}
+    if N_ACTIONS in raw: raw[N_ACTIONS] = torch.tensor(raw[N_ACTIONS])
     noise = [None if row.trial is None else policy.chunk_noise(row.rng) for row in rows]
     drawn = next((z for z in noise if z is not None), None)
     if drawn is not None: noise = torch.stack([torch.zeros_like(drawn) if z is None else z for z in noise]).to(device)
@@ -144,7 +145,7 @@ def predict(
         chunk = policy.predict_chunk(to_device(processor.obs(raw), device), noise=None if drawn is None else noise)
     return processor.unnormalise(chunk.float().cpu()).numpy()
 
-# %% ../../nbs/eval/02_player.ipynb #63c96152
+# %% ../../nbs/eval/02_player.ipynb #b172d97c
 def gather(
     waiting:list, # rows, in the order in which they may go
     batch:int     # places of a call
@@ -156,23 +157,23 @@ def gather(
         if place < batch: call.setdefault(place, row)
     return call
 
-# %% ../../nbs/eval/02_player.ipynb #1dd55929
+# %% ../../nbs/eval/02_player.ipynb #c2377703
 def check_envs(
-    tasks # with `id`, `env`
+    tasks # `Task`s
 ):
     "ValueError that names the tasks without an environment."
-    if lacking := [t.id for t in tasks if t.env is None]:
+    if lacking := [t.id for t in tasks if t.env is None and t.eval_env is None]:
         raise ValueError(f"tasks without an environment cannot be tried: {', '.join(lacking)}")
 
 def spec_of(
-    task,        # with `id`, `prompt`, `env`
-    cameras=None # names; None: those that `task.env` says
+    task,        # a `Task`
+    cameras=None # names; None: those that its environment says
 )->dict:         # as `make_env` and the pool take it
     "What to build in order to try a task."
-    spec = {**task.env, "task_id": task.id, "prompt": task.prompt}
+    spec = {**(task.eval_env or task.env), "task_id": task.id, "prompt": task.prompt}
     return {**spec, "cameras": list(cameras)} if cameras else spec
 
-# %% ../../nbs/eval/02_player.ipynb #cf4d0a5b
+# %% ../../nbs/eval/02_player.ipynb #3ab8bc00
 def own_rows(
     tasks,           # of a stream
     rows_per_task:int,
@@ -195,8 +196,8 @@ def workers_of(
         workers.append((list(n_rows).index(row.task.id)+n_rows[row.task.id]-1)%n_workers)
     return workers
 
-# %% ../../nbs/eval/02_player.ipynb #848cb9af
-BATCH = 8            # rows of a policy call
+# %% ../../nbs/eval/02_player.ipynb #c651a77a
+BATCH = 8            # rows of a policy call for a queue
 POOL_SEED = 0        # of the initial states; runs are compared on equal ones
 CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_opens", "episodes", "steps", "pictures",
          "calls")    # seconds, and counts, of all that a player did
@@ -204,7 +205,7 @@ CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_open
 class Player:
     "The simulators in which a policy is evaluated, as often as wanted."
     def __init__(self,
-        tasks,            # of a stream, with `id`, `prompt`, `env`
+        tasks,            # of a stream
         rows_per_task:int=2, # episodes of one task under way at the same time, where rows belong to tasks
         n_workers:int=2,  # simulators' processes, of this process alone
         image_size:int=48,# pixels
@@ -215,21 +216,22 @@ class Player:
         batch:int=0,      # rows of a policy call of a queue; 0: a queue for heavy simulators, else lists of their own
         part=(0,1),       # share of the episodes; one that is not all of them makes a queue
         cameras=None,     # names; None: those that each environment's spec says
+        rows:int=0,       # of a queue; 0: two for each worker
         make_pool=EnvPool,# what holds the environments
         **pool            # further arguments of the pool
     ):
         check_envs(tasks)
         a,b = part
         self.tasks,self.rows_per_task,self.n_workers = list(tasks),rows_per_task,n_workers
-        self.shared = bool(batch) or b > 1 or any(kind_of(t).heavy for t in tasks)
-        self.batch,self.part,self.clock = batch or BATCH,(a+b*rank, b*world),{}
+        self.shared = bool(batch) or b > 1 or any(kind_of(spec_of(t)).heavy for t in tasks)
+        self.batch = (batch or BATCH) if self.shared else -(-len(self.tasks)*rows_per_task//2)
+        self.part,self.clock = (a+b*rank, b*world),{}
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
-        if self.shared: rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(2*n_workers)]
-        else: rows = own_rows(self.tasks, rows_per_task, self.batch, rank, world)
-        assign = None if self.shared else workers_of(rows, n_workers)
-        self.rows,self.pool = rows,None
-        if rows: self.pool = make_pool([self.specs[row.task.id] for row in rows], n_workers, image_size=image_size,
-                                       seed=seed, H=H, assign=assign, **pool)
+        if self.shared: self.rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
+        else: self.rows = own_rows(self.tasks, rows_per_task, self.batch, rank, world)
+        assign,self.pool = None if self.shared else workers_of(self.rows, n_workers),None
+        if self.rows: self.pool = make_pool([self.specs[row.task.id] for row in self.rows], n_workers, seed=seed,
+                                            image_size=image_size, H=H, assign=assign, **pool)
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -237,7 +239,7 @@ class Player:
         "End the simulators."
         if self.pool is not None: self.pool.close()
 
-# %% ../../nbs/eval/02_player.ipynb #399e64d6
+# %% ../../nbs/eval/02_player.ipynb #7f1ac610
 class _Evaluation:
     "The state of one evaluation."
     def __init__(self, player, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo):
@@ -262,7 +264,7 @@ class _Evaluation:
 
 _UNDRESSED = object()
 
-# %% ../../nbs/eval/02_player.ipynb #6985fb5d
+# %% ../../nbs/eval/02_player.ipynb #b18fd84e
 @patch
 def begin_next(self:_Evaluation, row):
     "Begin the next episode of a row, if there is one."
@@ -283,7 +285,7 @@ def enough(self:_Evaluation)->list:
         if len(groups[key]) >= min(self.batch, under_way[key]): return groups[key]
     return []
 
-# %% ../../nbs/eval/02_player.ipynb #1a5f6f5f
+# %% ../../nbs/eval/02_player.ipynb #05769e54
 @patch
 def begin_after(self:_Evaluation, rows)->list:
     "Begin the next episodes of the rows whose episodes are over, in the order of the rows; returns the others."
@@ -293,7 +295,7 @@ def begin_after(self:_Evaluation, rows)->list:
         self.begin_next(row)
     return going_on
 
-# %% ../../nbs/eval/02_player.ipynb #dcd63399
+# %% ../../nbs/eval/02_player.ipynb #6ea51a22
 @patch
 def listen(self:_Evaluation):
     "Take the answers that have come; after a second without one, `on_round` may stop the evaluation."
@@ -319,9 +321,9 @@ def answered(self:_Evaluation, row, result):
         row.over = result.success or result.terminated or result.truncated
     if row.over: self.record(row, result.success)
     if row.over and not self.in_order: self.begin_next(row)
-    else: self.waiting.append(row)
+    elif row not in self.waiting: self.waiting.append(row)   # one that waited may begin again with its lost worker
 
-# %% ../../nbs/eval/02_player.ipynb #15deea57
+# %% ../../nbs/eval/02_player.ipynb #8a6d2bcf
 @patch
 def act(self:_Evaluation, rows):
     "One policy call for waiting rows of one key; their chunks go to the simulators."
@@ -329,7 +331,7 @@ def act(self:_Evaluation, rows):
     start = time.perf_counter()
     call = gather(sorted(rows, key=lambda row: row.number) if self.in_order else rows, self.batch)
     for k,v in self.obs.items():
-        v[:] = 0
+        v[:] = k == N_ACTIONS   # an idle row has one action, and else zeros
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self.dress(next(iter(call.values())))
     seats = [call.get(place, self.idle) for place in range(self.batch)]
@@ -351,7 +353,7 @@ def dress(self:_Evaluation, row):
     self.dressed.enter_context(self.algo.eval_policy(self.policy, row.task.id))
     self.key = row.key
 
-# %% ../../nbs/eval/02_player.ipynb #3db1dd3a
+# %% ../../nbs/eval/02_player.ipynb #6a0af19e
 PARTS = "begin","act","draw","policy","wait"
 
 @patch
@@ -378,7 +380,7 @@ def count(self:_Evaluation, row, parts):
     for k,n in (("n_"+begin, 1), ("episodes", 1), ("steps", row.steps), ("pictures", len(row.actions)+1)):
         self.clock[k] += n
 
-# %% ../../nbs/eval/02_player.ipynb #339dca66
+# %% ../../nbs/eval/02_player.ipynb #ac1000e0
 @patch
 def evaluate(self:Player,
     policy,          # a policy; its H is at most the player's
@@ -419,7 +421,7 @@ def episodes(self:Player, trials, ids, skip):
     if not self.shared: return OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
     return Queue([t for t in self.tasks if t.id in ids], trials, skip, self.part)
 
-# %% ../../nbs/eval/02_player.ipynb #2ec59836
+# %% ../../nbs/eval/02_player.ipynb #85eb753d
 def batch_gap(
     policy, processor,
     obs:dict,    # one observation of each of two or more environments, images (n,h,w,3), state (n,S)
@@ -440,7 +442,7 @@ def batch_gap(
             outcomes.append(predict(policy, processor, seen, [*rows, Idle(longest(tasks, policy))])[place])
     return float(max(np.abs(x-outcomes[0]).max() for x in outcomes))
 
-# %% ../../nbs/eval/02_player.ipynb #99df288d
+# %% ../../nbs/eval/02_player.ipynb #14bc61b7
 @patch
 def doubt(self:Player, policy, processor)->str:
     "A warning when this policy's actions depend on who else is in a policy call, or \"\"."
@@ -448,7 +450,7 @@ def doubt(self:Player, policy, processor)->str:
     rng,was_training = np_rng(0, "gap"),policy.training
     draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), "u1")
     obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)
-           for k,v in self.pool.obs.items()}
+           for k,v in self.pool.obs.items() if k != N_ACTIONS}
     try: gap = batch_gap(policy.train(False), processor, obs, self.tasks, self.batch, None if self.shared else [0])
     finally: policy.train(was_training)
     if not gap: return ""

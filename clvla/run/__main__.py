@@ -7,9 +7,10 @@ __all__ = ['main']
 
 # %% ../../nbs/run/06_main.ipynb #bccfeac6
 import os, sys
+from dataclasses import replace
 from .all import evaluations
 from .config import world_of
-from .plugins import plugins_of
+from .plugins import changes, plugins_of
 from .child import as_child, end_with_parent
 from .ranks import launch_ranks
 from .folder import RunFolder
@@ -22,8 +23,8 @@ def main(
     end_with_parent()  # the first act, before anything that takes seconds to import
     if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.run RUN_DIR [EVALUATION]")
     run = RunFolder(args[0])
-    cfg = run.cfg
-    plugins_of(cfg)
+    cfg = replace(run.cfg, plugins=plugins_of(run.cfg, copies=True))
+    if "RANK" not in os.environ: print(*changes(run.path), sep="\n", end="")
     if len(args) == 2: evaluations[cfg.learner](run.path, args[1])
     elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_ranks(cfg))
     else:

@@ -71,18 +71,35 @@ class RunFolder:
         cfg:RunBase # resolved settings
     )->str:           # "new", "continued" or "done"
         "Claim the folder for `cfg`; ValueError when it has another config, or another process writes to it."
-        if (self.path/"config.json").exists():
-            diff = differences(read_json(self.path/"config.json"), cfg)
-            if diff: raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(diff)}. "
-                                      "Choose another run_dir, or the same settings to continue that run")
-            if self.done: return "done"
-            self.check_free()
-            write_json(self.path/"config.json", config_json(cfg))  # settings that are free may be new
-            return "continued"
-        if self.path.exists() and any(self.path.iterdir()):
-            raise ValueError(f"{self.path} is not empty and no run folder (no config.json); choose another run_dir")
-        write_json(self.path/"config.json", config_json(cfg)); self.other_versions()
-        return "new"
+        if not (self.path/"config.json").exists():
+            if self.path.exists() and any(self.path.iterdir()):
+                raise ValueError(f"{self.path} is not empty and no run folder (no config.json); choose another run_dir")
+            write_json(self.path/"config.json", config_json(cfg))
+            self.other_versions()
+            return "new"
+        diff = differences(read_json(self.path/"config.json"), cfg)
+        if diff and self.has_results:
+            raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(diff)}. "
+                             "Choose another run_dir, or the same settings to continue that run")
+        if self.done: return "done"
+        self.check_free()
+        if diff: self.forget()
+        write_json(self.path/"config.json", config_json(cfg))  # settings that are free may be new
+        return "new" if diff else "continued"
+
+    @property
+    def has_results(self)->bool:
+        "Whether anything was found out: from then on the folder belongs to these settings."
+        points = self.path/"checkpoints"
+        return (points.exists() and any(p.is_dir() and p.name[0] != "." for p in points.iterdir())
+                or any(p.stat().st_size for p in self.path.glob("episodes*.jsonl")) or self.done)
+
+    def forget(self):
+        "Remove what a run without results left, because it has other settings now."
+        for name in ("log.jsonl", "stream.json", "dataset_statistics.json", "versions.json", "cost.json", "failed.json",
+                     "stopped.json", "plugins.json"):
+            (self.path/name).unlink(missing_ok=True)
+        self.other_versions()
 
     @property
     def done(self)->bool: return (self.path/"done.json").exists()

@@ -42,13 +42,13 @@ class PolicySettings:
     "The policy and the weights that it starts from."
     model:str = "tiny"           # a key of `policies.all.policies`
     model_kw:dict = field(default_factory=dict) # further settings of the policy
-    head:str = "flow"            # action head, as the policy offers them
-    chunk:int = 8                # H, actions per prediction, all of them executed
+    head:str = ""                # action head, as the policy offers them
+    chunk:int = 0                # H, actions per prediction, all of them executed
     init_from:str = ""           # checkpoint whose weights the run starts from; it is read again when the run goes on
     lora_rank:int = 0            # rank of LoRA adapters on the linear layers, 0 = every weight is trained
     lora_alpha:float = 16.       # scale of the adapters, alpha/rank
-    POSITIVE = ("chunk", "lora_alpha")
-    NOT_NEGATIVE = ("lora_rank",)
+    POSITIVE = ("lora_alpha",)
+    NOT_NEGATIVE = ("chunk", "lora_rank")
 
 # %% ../../nbs/train/00_config.ipynb #c0a00004
 @dataclass(frozen=True, kw_only=True)

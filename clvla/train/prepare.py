@@ -7,7 +7,7 @@ __all__ = ['DEMO_SEED', 'START', 'PATIENCE', 'CHANCES', 'check_strategy', 'check
            'make_store', 'demo_worker', 'make_all_demos', 'prepare', 'make_processor']
 
 # %% ../../nbs/train/03_prepare.ipynb #ae37ef84
-import fcntl, importlib, io, re, time
+import fcntl, io, re, time
 from collections import Counter, deque
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
@@ -161,7 +161,6 @@ def demo_worker(
 ):
     "Make what is asked for, one task after the other."
     while job := recv(sock):
-        if job["setup"]: importlib.import_module(job["setup"])
         alive = lambda n=0: (send(sock, alive=n), trim())
         alive()
         with redirect_stdout(_Said(sock)):
@@ -173,12 +172,12 @@ START,PATIENCE,CHANCES = 120,600,3   # seconds to start; seconds without a sign 
 
 class _Makers:
     "Child processes and the task that each of them is at."
-    def __init__(self, cfg, stream, say, setup):
-        self.cfg,self.stream,self.say,self.setup,self.at,self.lost = cfg,stream,say,setup,{},Counter()
+    def __init__(self, cfg, stream, say):
+        self.cfg,self.stream,self.say,self.at,self.lost = cfg,stream,say,{},Counter()
 
     def give(self, child, task):
         self.at[child] = [task, time.monotonic()+START]
-        send(child.sock, task=asdict(task), cfg=config_json(self.cfg), stream=self.stream, setup=self.setup)
+        send(child.sock, task=asdict(task), cfg=config_json(self.cfg), stream=self.stream)
 
     def gone(self, child, why):
         "Note a lost child; its task, which has to be made again."
@@ -208,14 +207,13 @@ def make_all_demos(
     cfg:RunConfig, # settings
     say=print,     # told what is there
     on_wait=None,  # called several times a second; may raise, then the processes are ended at once
-    stream:str="", # name of the stream, for tasks that are read from data sets
-    setup:str=None # module that processes import first, to register kinds of environments
+    stream:str=""  # name of the stream, for tasks that are read from data sets
 )->dict:           # task id -> FrameStore
     "Frame stores of several tasks, made in parallel processes or found."
     wait,stores = on_wait or (lambda: None),{}
     for o in tasks:
         if all(f.exists() for f in _places(o, cfg, stream)[2]): stores[o.id] = make_store(o, cfg, stream, on_wait=wait)
-    todo,makers = deque(o for o in tasks if o.id not in stores),_Makers(cfg, stream, say, setup)
+    todo,makers = deque(o for o in tasks if o.id not in stores),_Makers(cfg, stream, say)
     try:
         while todo or makers.at:
             while todo and len(makers.at) < max(1, cfg.n_workers):
@@ -244,13 +242,12 @@ def prepare(
     stream:Stream, # tasks with their sources
     cfg:RunConfig, # settings
     say=print,     # told what is done
-    on_wait=None,  # called several times a second; may raise, then the processes are ended at once
-    setup:str=None # module that processes import first, to register kinds of environments
+    on_wait=None   # called several times a second; may raise, then the processes are ended at once
 )->dict:           # task id -> FrameStore
     "Frame stores of all tasks: demonstrated, or read from LeRobot data sets; says how others' data sets are read."
     parts = [p for o in stream.tasks for p in (o.source or {}).get("parts", ()) if "layout" in p]
     for line in dict.fromkeys(map(layout_text, parts)): say(line)
-    return make_all_demos(list(stream.tasks), cfg, say, on_wait, stream.name, setup)
+    return make_all_demos(list(stream.tasks), cfg, say, on_wait, stream.name)
 
 # %% ../../nbs/train/03_prepare.ipynb #0c83a7c8
 def make_processor(
