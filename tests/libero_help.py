@@ -12,7 +12,7 @@ def libero_root()->Path:
     "The prepared folder; skips the test when CLVLA_LIBERO_ASSETS is not set, fails when it is set and wrong."
     if not os.environ.get("CLVLA_LIBERO_ASSETS"): pytest.skip(WHY, allow_module_level=True)
     if find_spec("libero") is None: pytest.fail("CLVLA_LIBERO_ASSETS is set and libero is not installed: pip install 'clvla[libero]'")
-    from clvla.envs.libero.env import assets as libero_assets
+    from clvla.envs.libero import assets as libero_assets
     return libero_assets.libero_root()
 
 

@@ -20,7 +20,7 @@ from clvla.core.batch import global_rng_state, set_global_rng_state, torch_rng
 from clvla.core.state import load_state, read_tensors, save_state, write_tensors
 from clvla.core.files import clean_temporary, fsync, json_text, os_error, read_json, sha256, write_atomic, write_json
 from clvla.policies.all import load_policy, make_policy
-from clvla.policies.base import save_policy
+from clvla.policies.weights import save_policy
 from clvla.run.checkpoint import (check_checkpoint, checkpoints, clean, is_inside, latest_checkpoint, latest_name,
     load_checkpoint, prune, read_manifest, save_checkpoint)
 
@@ -269,9 +269,9 @@ def test_what_a_state_cannot_hold(tmp_path, bad, says):
 
 
 def test_a_header_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
-    import clvla.batch as b
+    import clvla.core.state as b
     monkeypatch.setattr(b, "HEADER", 2000)
-    with pytest.raises(ValueError, match="make arrays or tensors of long lists"): save_state(tmp_path/"s", dict(a=list(range(1000))))
+    with pytest.raises(ValueError, match="turn long lists of the state into arrays or tensors"): save_state(tmp_path/"s", dict(a=list(range(1000))))
     save_state(tmp_path/"s", dict(a=np.arange(1000))); assert load_state(tmp_path/"s")["a"].tolist() == list(range(1000))
 
 
@@ -333,7 +333,7 @@ def test_the_error_says_what_helps_and_keeps_its_number(no, says):
 
 def test_a_file_in_place_is_not_called_untouched(tmp_path, monkeypatch):
     "When the last step fails, the new file is there, and the message must not deny it."
-    import clvla.core as c
+    import clvla.core.files as c
     def bad(p):
         if Path(p) == tmp_path: raise OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(c, "fsync", bad); (tmp_path/"a").write_text("old")
@@ -398,7 +398,7 @@ def test_a_call_fails_at_each_step(tmp_path, monkeypatch, no, stays, name):
 
 def test_the_folder_is_a_file(tmp_path):
     (tmp_path/"runs").write_text("mine")
-    with pytest.raises(OSError, match="no whole one before it; look at the disk and the path"): save(tmp_path/"runs/checkpoints", NAMES[0])
+    with pytest.raises(OSError, match="no whole one before it; a part of the path is a file"): save(tmp_path/"runs/checkpoints", NAMES[0])
     assert (tmp_path/"runs").read_text() == "mine"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
 from clvla.core.files import read_json, write_json
-from clvla.data.demos import FIRST_TRIAL, make_demos, noise_of, recipe, record, record_one
+from clvla.data.demos import FIRST_TRIAL, make_demos, noise_of, record, record_one
 from clvla.data.frames import FrameStore, check_episode, check_files, chunk_index, reuse_store, write_store
 from clvla.data.lerobot import camera_map, episode_list, fingerprint, import_lerobot, import_task, read_lerobot
 from clvla.data.lerobot_write import decode_image, encode_png, features, lerobot_ready, write_lerobot
@@ -14,8 +14,10 @@ from clvla.envs.libero.tasks import SUITE_OF, libero_id, libero_prompt
 from clvla.data.loader import TaskData, TaskLoader
 from clvla.data.stats import (Processor, array_stats, check_stats, compute_stats, modes, read_stats,
     recompute_stats, write_stats)
-from clvla.data.streams import (MT50, Stream, Task, make_stream, metaworld_task, partitions, stream_from,
-    stream_json, streams)
+from clvla.data.partition import partitions
+from clvla.data.streams import Stream, Task, stream_from, stream_json
+from clvla.envs.all import kind_of, kinds, make_stream, stream_names
+from clvla.envs.metaworld.tasks import MT50, metaworld_task
 
 torch.set_num_threads(1)
 KEYS = (IMAGE, STATE, ACTION)
@@ -43,7 +45,7 @@ def data(tmp_path):
 
 # streams
 
-@pytest.mark.parametrize("name", list(streams))
+@pytest.mark.parametrize("name", stream_names())
 def test_registered_streams(name):
     s = make_stream(name)
     assert len(s.stages) == len(s) == len(s.tasks)*s.cycles
@@ -391,7 +393,7 @@ TASK = Task("line", "line", "Go right", dict(kind="line", name="line"))
 def test_demos_are_made_once(tmp_path, capsys):
     made = []
     def factory(spec, image_size, seed): made.append(spec); return Line(spec, image_size, seed)
-    make = lambda **kw: make_demos(TASK, factory, tmp_path/"line", **(dict(n_demos=2, seed=0, image_size=8)|kw))
+    make = lambda **kw: make_demos(TASK, factory, tmp_path/"line", **(dict(n_demos=2, seed=0, image_size=8)|kinds["metaworld"].recipe|kw))
     s = make(); assert len(make()) == len(s) and len(made) == 1 and made[0]["prompt"] == "Go right"
     for kw in (dict(n_demos=3), dict(seed=1), dict(image_size=9), dict(noise=.2), dict(codec="h264")):
         with pytest.raises(ValueError, match=f"{next(iter(kw))}: "): make(**kw)
@@ -401,14 +403,14 @@ def test_demos_are_made_once(tmp_path, capsys):
     assert len(made) == 2 and "recorded anew" in capsys.readouterr().out
     f = tmp_path/"line/lerobot/meta/stats.json"; f.write_text("{}")
     with pytest.raises(ValueError, match="stats.json changed after the recording"): make()
-    with pytest.raises(ValueError, match="no environment"): make_demos(Task("x", "x", "x"), factory, tmp_path/"x", 1, 0)
-    with pytest.raises(ValueError, match="takes no .'nosie'."): make(nosie=.1)
-    assert recipe("line") == recipe("metaworld") == dict(noise=.15, tail=4, fps=10) and recipe("libero")["noise"][5] == .03
+    with pytest.raises(ValueError, match="no environment"): make_demos(Task("x", "x", "x"), factory, tmp_path/"x", 1, 0, **kinds["metaworld"].recipe)
+    with pytest.raises(TypeError, match="'nosie'"): make(nosie=.1)
+    assert kinds["metaworld"].recipe == dict(noise=.15, tail=4, fps=10) and kinds["libero"].recipe["noise"][5] == .03
 
 def test_metaworld_demonstrations(tmp_path):
-    from clvla.envs.base import make_env
+    from clvla.envs.all import make_env
     task = metaworld_task("handle-press"); s = make_demos(task, make_env, tmp_path/task.id, n_demos=2, seed=0,
-                                                          image_size=32)
+                                                          image_size=32, **kind_of(task).recipe)
     env = make_env(task.env, image_size=32, seed=0); obs = env.reset(FIRST_TRIAL); env.close()
     assert (s.images[IMAGE][0] == obs[IMAGE]).all() and (s.state[0] == obs[STATE]).all() and s.state_dim == 4
     assert np.abs(s.action).max() <= 1 and s.prompts == [task.prompt]
@@ -416,7 +418,7 @@ def test_metaworld_demonstrations(tmp_path):
 # layers
 
 def test_importing_data_is_light():
-    mods = "streams frames stats loader lerobot_write lerobot demos layouts libero_tasks libero_data".split()
+    mods = "streams partition frames stats loader lerobot_write lerobot demos layouts".split()
     heavy = ("lerobot","datasets","metaworld","mujoco","av","transformers","pandas")
     code = "import sys\n" + "".join(f"import clvla.data.{m}\n" for m in mods)
     code += f"print([m for m in {heavy} if m in sys.modules])"

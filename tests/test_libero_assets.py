@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from libero_help import libero_root, without_full
 
-from clvla.envs.libero.env import assets
+from clvla.envs.libero import assets
 from clvla.envs.libero.files import KNOWN, check_whole, layout, unpack
 from clvla.envs.libero.states import SUITES, package, read_npz, read_pickled
 

@@ -10,13 +10,14 @@ import pytest
 
 from clvla.core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
 from clvla.core.files import read_json, write_json
-from clvla.envs.libero.env import data as L
+from clvla.envs.libero import data as L
 from clvla.data.layouts import GRIPPERS, PICTURES, axis_angle, check_layout, convert
 from clvla.data.lerobot import fingerprint, import_task, read_lerobot
 from clvla.data.lerobot_write import write_lerobot
 from clvla.envs.libero.tasks import (LIMITS, MAX_STEPS, ORDERS, SUITE_OF, SUITES, libero_id, libero_order,
     libero_prompt, libero_task)
-from clvla.data.streams import make_stream, stream_from, stream_json
+from clvla.data.streams import stream_from, stream_json
+from clvla.envs.all import kind_of, make_stream
 from clvla.train.config import RunConfig, resolve
 from clvla.train.prepare import check, demo_dir, prepare
 from libero_help import libero_root
@@ -149,7 +150,7 @@ def test_published_names_train_as_they_are(name, gripper, tmp_path):
     assert layout == s.tasks[1].source["parts"][0]["layout"] and fingerprint(s.tasks[0])["parts"][0]["layout"] == layout
     if gripper == "-1..1": return   # processes are slow to start: one of them is enough
     said, cfg = [], resolve(RunConfig(suite=str(path), smoke=True, data_dir=str(tmp_path/"d"), image_size=32, algo="er"))
-    assert len(prepare(check(cfg), cfg, said.append)) == 2 and said[0].startswith(f"{path} is read as a LIBERO data set: front = ")
+    assert len(prepare(check(cfg), cfg, said.append)) == 2 and said[0].startswith(f"{path} is read in this layout: front = ")
 
 
 @pytest.mark.parametrize("pictures", PICTURES)
@@ -350,10 +351,10 @@ def test_fetching_needs_its_prefix_and_is_done_once(tmp_path, monkeypatch):
 def test_demonstrations_of_the_simulator_are_read_as_published_ones(tmp_path):
     "Two cameras are stored as the environment shows them, from a start that is not tested; layouts are measured on real numbers."
     from clvla.data.demos import FIRST_TRIAL, make_demos
-    from clvla.envs.base import make_env
+    from clvla.envs.all import make_env
     libero_root()
     task = make_stream(dict(base="libero_five", tasks=["goal-turn-on-stove"], env=dict(cameras=["front", "wrist"]))).tasks[0]
-    store = make_demos(task, make_env, tmp_path/task.id, n_demos=1, seed=0, image_size=32)
+    store = make_demos(task, make_env, tmp_path/task.id, n_demos=1, seed=0, image_size=32, **kind_of(task).recipe)
     assert store.source["settings"]["fps"] == 20 and store.source["settings"]["noise"] == [.1]*3+[.03]*3
     assert store.state_dim == 8 and store.action_dim == 7 and set(np.unique(store.action[:, 6])) <= {-1, 1}
     env = make_env({**task.env, "task_id": task.id, "prompt": task.prompt}, image_size=32, seed=0)

@@ -10,7 +10,7 @@ from libero_help import libero_root, without_full
 libero_root()   # skips, or says what is wrong
 
 from clvla.envs.libero.tasks import SUITES, libero_prompt
-from clvla.envs.base import make_env
+from clvla.envs.all import make_env
 from clvla.envs.libero.env import LiberoEnv
 from clvla.envs.libero.assets import bootstrap, init_states
 from clvla.envs.libero.sim import LiberoSim, axis_angle
@@ -264,7 +264,7 @@ def test_a_start_that_is_refused_is_told_at_once_not_tried_again(monkeypatch, tm
     "An environment whose simulator cannot be built, in a worker: the reason comes back as it is, and no worker is lost."
     setup = tmp_path/"breaks.py"
     setup.write_text("""
-from clvla.envs.libero.env import env as libero
+from clvla.envs.libero import env as libero
 def refuse(self): raise ValueError("its states belong to another version")
 libero.LiberoEnv._load = refuse
 """)

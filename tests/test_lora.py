@@ -13,11 +13,12 @@ from clvla.cl.quick import QuickData, QuickLoader, QuickStream
 from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
 from clvla.core.files import sha256
 from clvla.policies.all import build_policy, load_policy, make_policy
-from clvla.policies.base import (Policy, init_weights, load_weights, n_params, param_groups, read_lora, save_base,
+from clvla.policies.base import Context, Policy, n_params, param_groups
+from clvla.policies.weights import (check_base, init_weights, load_weights, note_frozen, read_base, read_lora, save_base,
     save_policy, stored_weights)
 from clvla.policies.ema import EMA
 from clvla.policies.heads import L1Head
-from clvla.policies.lora import adapted, add_lora, check_frozen, linear_names, merge_lora, trainable_report
+from clvla.policies.lora import adapted, add_lora, check_frozen, merge_lora, trainable_report
 
 pytest.importorskip("peft")
 torch.set_num_threads(1)
@@ -45,10 +46,15 @@ def bits(policy, frozen=None):
 def same(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def loss_of(policy, batch, generator=None):
+    noise,time = policy.draw(len(batch[ACTION]), generator)
+    return policy(batch, noise=noise, time=time)
+
+
 def train(policy, n=3, ema=None):
     opt = torch.optim.AdamW(param_groups(policy, 1e-2, .1))
     for i in range(n):
-        loss,_ = policy(make_batch(seed=i), generator=torch_rng(i, "lora train"))
+        loss,_ = loss_of(policy, make_batch(seed=i), torch_rng(i, "lora train"))
         opt.zero_grad(); loss.backward(); opt.step()
         if ema: ema.update(policy)
     return policy
@@ -60,7 +66,7 @@ def chunk(policy): return policy.predict_chunk(make_batch(4), generator=torch_rn
 # --- who is trained
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_who_is_trained(pretrained):
-    p = small(); n = n_params(p); linear = linear_names(p); add_lora(p, 2, 8., pretrained)
+    p = small(); n = n_params(p); linear = p.lora_targets(); add_lora(p, 2, 8., pretrained)
     matrices = {f"{k}.base_layer.weight" for k in linear}
     for k,q in p.named_parameters():
         want = ".lora_" in k or k.startswith("head.") or not pretrained and k not in matrices
@@ -87,13 +93,13 @@ def test_a_new_adapter_changes_nothing_and_its_gradient_reaches_every_trained_le
     plain = small(); p = add_lora(deepcopy(plain), 2); b = make_batch()
     assert type(p) is type(plain) and torch.allclose(chunk(p), chunk(plain), atol=1e-6)
     train(p, 1)                       # B is zero before the first step, so that A has no gradient yet
-    p.zero_grad(); p(b, generator=torch_rng(0, "leaf"))[0].backward()
+    p.zero_grad(); loss_of(p, b, torch_rng(0, "leaf"))[0].backward()
     dead = [k for k,q in p.named_parameters() if q.requires_grad and (q.grad is None or not q.grad.any())]
     assert dead == []
 
 def test_bf16_autocast_is_finite():
     p = add_lora(small(), 2)
-    with torch.autocast("cpu", torch.bfloat16): loss,_ = p(make_batch())
+    with torch.autocast("cpu", torch.bfloat16): loss,_ = loss_of(p, make_batch())
     loss.backward()
     assert loss.isfinite() and all(q.grad.isfinite().all() for q in p.parameters() if q.grad is not None)
 
@@ -105,18 +111,18 @@ class Odd(Policy):
         self.inp,self.att = nn.Linear(4, 16),nn.MultiheadAttention(16, 2, batch_first=True)
         self.head = L1Head(16, 8, 4)
         self.fixed = nn.Parameter(torch.ones(16), requires_grad=False)
-    def context(self, obs):
+    def encode(self, obs, tokens=False):
         x = torch.stack([self.inp(obs[STATE]), self.words(obs[INDEX])], 1)
-        return self.out(self.att(x, x, x)[0].mean(1)*self.fixed)
+        return Context(pooled=self.out(self.att(x, x, x)[0].mean(1)*self.fixed))
 
 def test_shared_weights_and_pytorchs_attention_get_no_adapter_and_what_a_policy_froze_stays_frozen():
-    p = Odd(); assert linear_names(p) == ["inp"]
+    p = Odd(); assert p.lora_targets() == ["inp"]
     add_lora(p, 2, pretrained=False)
     assert p.words.weight.requires_grad and p.att.out_proj.weight.requires_grad and not p.fixed.requires_grad
     with pytest.raises(ValueError, match="1 modules are frozen.*fixed.*init_from"): check_frozen(p, pretrained=False)
     check_frozen(p, pretrained=True)
     merged = merge_lora(train(p))
-    assert torch.allclose(merged.context(make_batch()), p.context(make_batch()), atol=1e-5)
+    assert torch.allclose(merged.encode(make_batch()).pooled, p.encode(make_batch()).pooled, atol=1e-5)
 
 def test_modules_frozen_at_random_values_are_named():
     p = add_lora(small(), 2, pretrained=True)
@@ -188,7 +194,7 @@ def test_algorithms_train_adapters_and_nothing_that_is_frozen(name, kw, pretrain
 
 def test_mirs_look_aside_leaves_every_weight_as_it_was():
     p = add_lora(small(), 2); ctx = cl_context(p); cl_task(make_algo("sequential", 0), ctx, 0)
-    p(make_batch(7), generator=torch_rng(7, "grad"))[0].backward()   # a gradient stands, as it does between backward and step
+    loss_of(p, make_batch(7), torch_rng(7, "grad"))[0].backward()   # a gradient stands, as it does between backward and step
     gradients = lambda: {k: q.grad.clone() for k,q in p.named_parameters() if q.grad is not None}
     before,grads,state = bits(p),gradients(),torch.get_rng_state(); assert grads.keys() == bits(p, False).keys()
     s = interference(ctx, ctx.data.fetch("pull", range(6)), ctx.data.fetch("push", range(8)), torch_rng(0, "mir"), 2)
@@ -204,7 +210,7 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run"); plain = train(make_policy("tiny", 32, head="l1"), 1)
     save_policy(plain, "tiny", root/"plain")
     policy = build_policy(settings(init_from=root/"plain"), 4, 4)
-    sum_ = save_base(policy, root/"base.safetensors"); train(policy)
+    sum_ = save_base(policy, root/"weights"); train(policy)
     save_policy(policy, "tiny", root/"checkpoints"/"000-push"); save_policy(merge_lora(policy), "tiny", root/"merged")
     return SimpleNamespace(root=root, plain=plain, policy=policy, sha=sum_, point=root/"checkpoints"/"000-push")
 
@@ -217,11 +223,11 @@ def test_without_adapters_a_folder_is_as_it_was(run):
     assert read_lora(run.root/"plain") is None and stored_weights(p, frozen=True) == {}
 
 def test_a_checkpoint_holds_what_is_trained_and_names_its_base(run):
-    held,base = load_file(run.point/"weights.safetensors"),load_file(run.root/"base.safetensors")
+    held,base = load_file(run.point/"weights.safetensors"),load_file(run.root/"weights"/f"{run.sha}.safetensors")
     assert held.keys() == bits(run.policy, False).keys() and base.keys() == bits(run.policy, True).keys()
     about = json.loads((run.point/"policy.json").read_text())["lora"]
-    assert about == dict(rank=2, alpha=8., pretrained=True, base=dict(path="../../base.safetensors", sha256=run.sha))
-    assert run.sha == sha256(run.root/"base.safetensors")
+    assert about == dict(rank=2, alpha=8., pretrained=True, base=dict(path=f"../../weights/{run.sha}.safetensors", sha256=run.sha))
+    assert run.sha == sha256(run.root/"weights"/f"{run.sha}.safetensors")
     merged = load_file(run.root/"merged"/"weights.safetensors")
     assert merged.keys() == run.plain.state_dict().keys()
 
@@ -256,7 +262,7 @@ def test_a_moved_run_still_finds_its_base_and_continues(run, tmp_path):
     assert json.loads((again/"policy.json").read_text()) == json.loads((point/"policy.json").read_text())
     assert (again/"weights.safetensors").read_bytes() == (point/"weights.safetensors").read_bytes()
     fresh = build_policy(settings(init_from=str(tmp_path/"moved"/"plain")), 4, 4)   # as a run does that starts again
-    assert save_base(fresh, tmp_path/"moved"/"base.safetensors") == run.sha
+    assert save_base(fresh, tmp_path/"moved"/"weights", run.sha) == run.sha
     load_weights(fresh, point); assert same(bits(fresh), bits(run.policy))
 
 def edit(folder, change):
@@ -279,16 +285,67 @@ def test_missing_unexpected_and_misshapen_weights_are_errors(run, tmp_path):
     (tmp_path/"cut.safetensors").write_bytes((run.point/"weights.safetensors").read_bytes()[:5000])
     with pytest.raises(ValueError, match="cut off"): load_weights(run.policy, tmp_path/"cut.safetensors")
 
-def test_a_base_that_is_missing_or_another_is_refused(run, tmp_path):
+def test_a_base_that_is_missing_or_another_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data"))
     shutil.copytree(run.point, tmp_path/"alone")
     with pytest.raises(ValueError, match="frozen weights of this policy are missing"): load_policy(tmp_path/"alone")
-    shutil.copytree(run.root, tmp_path/"run"); base = tmp_path/"run"/"base.safetensors"
+    shutil.copytree(run.root/"weights", tmp_path/"data"/"weights")      # a run's folder was moved without its data
+    assert same(bits(load_policy(tmp_path/"alone")), bits(run.policy))
+    shutil.copytree(run.root, tmp_path/"run"); base = tmp_path/"run"/"weights"/f"{run.sha}.safetensors"
     d = load_file(base); d["query"] += 1; save_file(d, base)
     with pytest.raises(ValueError, match="another base"): load_policy(tmp_path/"run"/"checkpoints"/"000-push")
-    with pytest.raises(ValueError, match="other frozen weights"): save_base(deepcopy(run.policy), base)
     other = build_policy(settings(seed=1, init_from=run.root/"merged"), 4, 4)
-    save_base(other, tmp_path/"other.safetensors")
+    with pytest.raises(ValueError, match="not those of the checkpoint"): save_base(other, tmp_path/"run"/"weights", run.sha)
+    assert list((tmp_path/"run"/"weights").iterdir()) == [base]
+    save_base(other, tmp_path/"run"/"weights")
     with pytest.raises(ValueError, match="trained on other frozen weights"): load_weights(other, run.point)
+
+def test_runs_with_the_same_frozen_weights_share_one_file_and_damage_is_mended(run, tmp_path):
+    said,ps = [],[build_policy(settings(seed=s, init_from=run.root/"plain"), 4, 4) for s in (1, 2)]
+    assert not same(bits(ps[0], False), bits(ps[1], False)) and {save_base(p, tmp_path/"w") for p in ps} == {run.sha}
+    (path,) = (tmp_path/"w").iterdir(); made = path.stat().st_mtime_ns
+    save_base(ps[0], tmp_path/"w", say=said.append)
+    assert path.stat().st_mtime_ns == made and not said                 # it lies there already
+    whole = path.read_bytes(); path.write_bytes(whole[:-1]+bytes([whole[-1]^4]))
+    with pytest.raises(ValueError, match="another base"): check_base(path, run.sha)
+    save_base(ps[0], tmp_path/"w", run.sha, said.append)
+    assert path.read_bytes() == whole and len(said) == 1 and "damaged" in said[0] and list((tmp_path/"w").iterdir()) == [path]
+
+def test_an_old_run_with_its_base_beside_the_checkpoints_is_read(run, tmp_path):
+    shutil.copytree(run.point, tmp_path/"old"/"checkpoints"/"000-push"); point = tmp_path/"old"/"checkpoints"/"000-push"
+    shutil.copy(run.root/"weights"/f"{run.sha}.safetensors", tmp_path/"old"/"base.safetensors")
+    d = json.loads((point/"policy.json").read_text()); d["lora"]["base"]["path"] = "../../base.safetensors"
+    del d["config"]["n_actions"]                                        # an argument of later
+    (point/"policy.json").write_text(json.dumps(d))
+    assert same(bits(load_policy(point)), bits(run.policy)) and read_base(point)["sha256"] == run.sha
+    goes_on = build_policy(settings(init_from=run.root/"plain"), 4, 4)  # and goes on with the new place
+    assert save_base(goes_on, tmp_path/"data"/"weights", read_base(point)["sha256"]) == run.sha
+    load_weights(goes_on, point); again = save_policy(goes_on, "tiny", point.parent/"001-pull")
+    assert json.loads((again/"policy.json").read_text())["lora"]["base"]["path"] == f"../../../data/weights/{run.sha}.safetensors"
+
+def test_weights_that_are_frozen_later_stay_in_the_checkpoint(tmp_path):
+    p = add_lora(small(), 2); save_base(p, tmp_path/"w"); p.state[0].lora_A.requires_grad_(False)
+    held = load_file(save_policy(p, "tiny", tmp_path/"c"/"p")/"weights.safetensors")
+    assert "state.0.lora_A.default.weight" in held and same(bits(load_policy(tmp_path/"c"/"p")), bits(p))
+
+def test_a_family_that_freezes_pretrained_parts_has_a_base_without_adapters(tmp_path, monkeypatch):
+    from clvla.policies.all import policies
+    from clvla.policies.tiny import Tiny
+    class Sees(Tiny):
+        "Its eyes came from elsewhere."
+        def __init__(self, **kw): super().__init__(**kw); self.eyes.requires_grad_(False)
+        def pretrained(self): return ["eyes."]
+    monkeypatch.setitem(policies, "sees", Sees)
+    p = build_policy(settings(model="sees", lora_rank=0, lora_alpha=1.), 4, 4)
+    assert p.lora is None and p.frozen and all(k.startswith("eyes.") for k in p.frozen)
+    with pytest.raises(ValueError, match="save_base"): save_policy(p, "sees", tmp_path/"c"/"p")
+    sha = save_base(p, tmp_path/"w"); train(p); point = save_policy(p, "sees", tmp_path/"c"/"p")
+    assert not any(k.startswith("eyes.") for k in load_file(point/"weights.safetensors"))
+    back = load_policy(point); assert same(bits(back), bits(p)) and read_base(point)["sha256"] == sha
+    plain = build_policy(settings(model="sees", lora_rank=0, seed=9, init_from=point), 4, 4); assert same(bits(plain), bits(p))
+    lora = add_lora(make_policy("sees", 32), 2, pretrained=False)
+    assert not lora.eyes[0].pos.requires_grad and lora.words.weight.requires_grad
+    check_frozen(lora, False)
 
 def test_other_settings_of_adapters_are_refused(run):
     for kw,match in [(dict(lora_rank=3), "rank 2, this policy has 3"),
@@ -305,12 +362,13 @@ def test_a_policy_without_a_stored_base_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match="save_base"): save_policy(p, "tiny", tmp_path/"p")
     assert not (tmp_path/"p").exists()
     with pytest.raises(ValueError, match="has no base"): save_base(small(), tmp_path/"b")
+    assert note_frozen(small()).frozen == ()
 
 def test_persistent_buffers_travel_with_the_checkpoint(tmp_path):
     p = add_lora(small(), 2); p.register_buffer("seen", torch.tensor(3.))
-    save_base(p, tmp_path/"base.safetensors"); save_policy(p, "tiny", tmp_path/"checkpoints"/"p")
+    sha = save_base(p, tmp_path/"weights"); save_policy(p, "tiny", tmp_path/"checkpoints"/"p")
     assert "seen" in load_file(tmp_path/"checkpoints"/"p"/"weights.safetensors")
-    assert "seen" not in load_file(tmp_path/"base.safetensors")
+    assert "seen" not in load_file(tmp_path/"weights"/f"{sha}.safetensors")
 
 
 # --- starting a run

@@ -19,9 +19,10 @@ from clvla.data.frames import FrameStore, write_store
 from clvla.data.lerobot import import_lerobot
 from clvla.data.lerobot_write import write_lerobot
 from clvla.data.stats import Processor, compute_stats, read_stats, write_stats
-from clvla.data.streams import make_stream, stream_from, stream_json
+from clvla.data.streams import stream_from, stream_json
+from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
-from clvla.policies.base import load_weights, read_policy_config, save_policy
+from clvla.policies.weights import load_weights, read_policy_config, save_policy
 from clvla.run.checkpoint import check_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from clvla.train.config import RunConfig, read_config, resolve
 from clvla.run.folder import RunFolder

@@ -1,13 +1,15 @@
 "What every policy promises: shapes, gradients, padding, repeatability, storage, and errors that say what to do."
-import json, subprocess, sys, zlib
+import functools, json, subprocess, sys, zlib
 import pytest, torch
 from clvla.core.batch import take, torch_rng
-from clvla.core.names import ACTION, IMAGE, IMAGES, PAD, PROMPT, STATE
-from clvla.policies.all import load_policy, make_policy, policies
-from clvla.policies.base import load_weights, n_params, param_groups, save_policy
+from torch.nn.functional import cross_entropy
+from clvla.core.names import ACTION, IMAGE, IMAGES, N_ACTIONS, PAD, PROMPT, STATE
+from clvla.policies.all import build_policy, check_policy, load_policy, make_policy, policies
+from clvla.policies.base import Context, n_params, param_groups
 from clvla.policies.ema import EMA
-from clvla.policies.heads import FlowHead, L1Head, masked_mean
-from clvla.policies.tiny import Eye, Tiny, hash_words, word_ids
+from clvla.policies.heads import DiscreteHead, FlowHead, L1Head, heads, masked_mean
+from clvla.policies.tiny import Eye, Tiny, embed, hash_words, word_ids
+from clvla.policies.weights import load_weights, save_policy
 
 torch.set_num_threads(1)
 SHORT,LONG = "open a drawer","rotate the faucet counter-clockwise until the water in the kitchen runs"
@@ -21,20 +23,28 @@ def make_batch(B=5, size=32, S=4, A=4, H=8, cameras=(IMAGE,), seed=0):
     return images | {STATE: torch.randn(B, S, generator=g), ACTION: torch.randn(B, H, A, generator=g), PAD: pad,
                      PROMPT: [(SHORT, LONG)[i%2] for i in range(B)]}
 
+def keys_batch(B=5, n=6, **kw):
+    "A batch of discrete actions: indices below n."
+    b = make_batch(B, **kw); g = torch_rng(1, "keys")
+    return b | {ACTION: torch.randint(0, n, (B, b[ACTION].shape[1], 1), generator=g).float()}
+
+def loss_of(policy, batch, generator=None, **kw):
+    noise,time = policy.draw(len(batch[ACTION]), generator)
+    return policy(batch, noise=noise, time=time, **kw)
+
 @pytest.fixture(params=[(n, h) for n in policies for h in ("flow", "l1")], ids="-".join)
 def policy(request):
     name,head = request.param
     return make_policy(name, 32, 4, 4, 8, head)
 
 def test_shapes_and_finite_loss(policy):
-    batch = make_batch(); loss,out = policy(batch)
+    batch = make_batch(); loss,out = loss_of(policy, batch)
     assert loss.ndim == 0 and loss.isfinite() and out["pred"].shape[-2:] == (8, 4)
     assert policy.predict_chunk(batch).shape == (5, 8, 4)
-    f = policy.features(batch)
-    assert f.ndim == 3 and f.shape[0] == 5
+    assert policy.encode(batch).pooled.shape[0] == 5 and policy.encode(batch).tokens is None
 
 def test_gradient_reaches_every_trained_leaf(policy):
-    policy(make_batch())[0].backward()
+    loss_of(policy, make_batch())[0].backward()
     dead = [k for k,p in policy.named_parameters() if p.grad is None or not p.grad.any()]
     assert dead == []
 
@@ -59,8 +69,9 @@ def test_repeatable_with_given_noise(policy):
     batch = make_batch(); noise,time = policy.draw(5, torch_rng(0, "rep"))
     a,b = [policy(batch, noise=noise, time=time, reduction="none")[0] for _ in range(2)]
     assert torch.equal(a, b)
-    c,d = [policy(batch, generator=torch_rng(2, "rep"))[0] for _ in range(2)]
+    c,d = [loss_of(policy, batch, torch_rng(2, "rep"))[0] for _ in range(2)]
     assert torch.equal(c, d)
+    assert policy.needs_noise == (noise is not None)
     e,f = [policy.predict_chunk(batch, generator=torch_rng(3, "rep")) for _ in range(2)]
     assert torch.equal(e, f)
 
@@ -88,7 +99,7 @@ def test_all_padding_is_zero_not_nan():
 
 def test_bf16_autocast_is_finite(policy):
     with torch.autocast("cpu", torch.bfloat16):
-        loss,_ = policy(make_batch()); chunk = policy.predict_chunk(make_batch())
+        loss,_ = loss_of(policy, make_batch()); chunk = policy.predict_chunk(make_batch())
     loss.backward()
     assert loss.isfinite() and loss.dtype == torch.float32 and chunk.dtype == torch.float32
     assert all(p.grad.isfinite().all() for p in policy.parameters())
@@ -121,7 +132,9 @@ def test_missing_unexpected_and_misshapen_weights_are_errors(tmp_path):
     (lambda b: b | {PROMPT: ["word "*33]*5}, "33 words"),
 ], ids=["image size", "image type", "state size", "action size", "no image", "no padding mask", "long sentence"])
 def test_a_batch_that_does_not_fit_is_named(policy, change, match):
-    with pytest.raises(ValueError, match=match): policy(change(make_batch()))
+    batch = make_batch()
+    noise,time = policy.draw(5)
+    with pytest.raises(ValueError, match=match): policy(change(batch), noise=noise, time=time)
 
 def test_arguments_that_cannot_be():
     for kw,match in [(dict(image_size=50), "32, 48"), (dict(head="flwo"), "'flow'"), (dict(n_block=3), "n_blocks")]:
@@ -129,7 +142,8 @@ def test_arguments_that_cannot_be():
     with pytest.raises(ValueError, match="did you mean 'tiny'"): make_policy("tinny")
     flow,l1,batch = make_policy("tiny", 32),make_policy("tiny", 32, head="l1"),make_batch()
     noise,time = torch.zeros(4, 4, 8, 4),torch.zeros(4, 4)
-    with pytest.raises(ValueError, match="together"): flow(batch, time=time)
+    with pytest.raises(ValueError, match="policy.draw"): flow(batch, time=time)
+    with pytest.raises(ValueError, match="policy.draw"): flow(batch)
     with pytest.raises(ValueError, match="do not fit"): flow(batch, noise=noise, time=time)
     with pytest.raises(ValueError, match="neither"): l1(batch, noise=noise)
 
@@ -137,14 +151,49 @@ def test_arguments_that_cannot_be():
 def test_image_sizes_and_two_cameras(size):
     cameras = (IMAGE, WRIST); p = make_policy("tiny", size, 7, 7, 10, cameras=cameras)
     b = make_batch(2, size, 7, 7, 10, cameras)
-    assert p(b)[0].isfinite() and p.predict_chunk(b).shape == (2, 10, 7)
-    assert len(p.eyes) == 2 and p.features(b).shape[1] == p.tokens(b)[0].shape[1]
+    assert loss_of(p, b)[0].isfinite() and p.predict_chunk(b).shape == (2, 10, 7)
+    assert len(p.eyes) == 2 and p.encode(b, tokens=True).tokens.shape[1] == embed(p, b)[0].shape[1]
 
 def test_an_eye_gives_a_token_per_patch_and_one_for_where():
     assert Eye(48, 16)(torch.zeros(2, 3, 48, 48, dtype=torch.uint8)).shape == (2, 3*3+1, 16)
 
-def test_context_is_the_first_of_the_features(policy):
-    b = make_batch(); assert torch.allclose(policy.features(b)[:,0], policy.context(b), atol=1e-5)
+def test_asking_for_tokens_changes_nothing_in_what_the_head_reads(policy):
+    b = make_batch(); assert torch.allclose(policy.encode(b, tokens=True).pooled, policy.encode(b).pooled, atol=1e-5)
+
+def test_spans_cover_the_tokens_once_and_the_mask_marks_padding(policy):
+    b = make_batch(4); seen = policy.encode(b, tokens=True); L = seen.tokens.shape[1]
+    rows = [i for s in seen.spans.values() for i in range(s.start, s.stop)]
+    assert rows == list(range(L)) and seen.mask.shape == (4, L) and seen.tokens.shape[2] == seen.pooled.shape[1]
+    assert {"state", "words", "image.front"} <= seen.spans.keys()
+    words = seen.mask[:,seen.spans["words"]]
+    assert words.sum(1).tolist() == [policy.prompt_length(p) for p in b[PROMPT]]
+    assert seen.mask.sum() - words.sum() == 4*(L-words.shape[1])      # only words are padded
+
+def test_tokens_of_a_sample_alone_equal_those_in_a_padded_batch(policy):
+    b = make_batch(4); full = policy.encode(b, tokens=True)
+    for i in (0, 1):
+        alone = policy.encode(take(b, [i]), tokens=True)
+        for name in full.spans:
+            if name == "words": continue
+            assert torch.allclose(alone.tokens[0,alone.spans[name]], full.tokens[i,full.spans[name]], atol=1e-5), name
+        n = policy.prompt_length(b[PROMPT][i])
+        words = lambda c,k: c.tokens[k,c.spans["words"]][:n]
+        assert torch.allclose(words(alone, 0), words(full, i), atol=1e-5)
+
+def test_chunks_of_one_encoding_equal_single_calls(monkeypatch):
+    p,b = make_policy("tiny", 32),make_batch(3)
+    noise = torch.randn(3, 5, 8, 4, generator=torch_rng(0, "chunks"))
+    each = torch.stack([p.predict_chunk(b, noise=noise[:,k]) for k in range(5)], 1)
+    calls,encode = [],p.encode
+    monkeypatch.setattr(p, "encode", lambda *a, **kw: calls.append(1) or encode(*a, **kw))
+    many = p.predict_chunk(b, n=5, noise=noise)
+    assert len(calls) == 1 and many.shape == (3, 5, 8, 4) and torch.allclose(many, each, atol=1e-5)
+    drawn = p.predict_chunk(b, n=5, generator=torch_rng(1, "chunks")); g = torch_rng(1, "chunks")
+    rows = torch.stack([p.chunk_noise(g) for _ in range(15)]).view(3, 5, 8, 4)
+    assert torch.equal(drawn, p.predict_chunk(b, n=5, noise=rows))
+    with pytest.raises(ValueError, match="expected .3, 5, 8, 4."): p.predict_chunk(b, n=5, noise=noise[:,:4])
+    with pytest.raises(ValueError, match="1 chunk or more"): p.predict_chunk(b, n=0)
+    with pytest.raises(ValueError, match="one answer"): make_policy("tiny", 32, head="l1").predict_chunk(b, n=2)
 
 def test_weights_are_a_function_of_the_seed_and_global_generator_is_left_alone():
     torch.manual_seed(1); a = make_policy("tiny", 32, seed=2); x = torch.rand(3)
@@ -159,11 +208,12 @@ def test_exact_field_has_zero_loss_and_euler_recovers_the_data():
     class Exact(FlowHead):
         def velocity(self, h, x, t): return (x - h.view(-1, 1, 8, 4))/t[...,None,None]
     g = torch_rng(0, "exact"); head,action = Exact(32, 8, 4),torch.randn(6, 8, 4, generator=g)
-    loss,_ = head.loss(action.flatten(1), action, torch.zeros(6, 8, dtype=torch.bool), *head.draw(6, g))
+    known = Context(pooled=action.flatten(1))
+    loss,_ = head.loss(known, action, torch.zeros(6, 8, dtype=torch.bool), *head.draw(6, g))
     assert loss.max() < 1e-6
     for n in (1, 4, 10):
         head.n_euler = n
-        assert torch.allclose(head.sample(action.flatten(1), torch.randn(6, 8, 4, generator=g)), action, atol=1e-5)
+        assert torch.allclose(head.sample(known, torch.randn(6, 8, 4, generator=g)), action, atol=1e-5)
 
 def test_euler_converges_to_a_gaussian_with_a_curved_field():
     "Data N(m, s^2): the marginal velocity is known in closed form, and its flow carries N(0,1) to N(m, s^2)."
@@ -173,11 +223,11 @@ def test_euler_converges_to_a_gaussian_with_a_curved_field():
             t = t[...,None,None]; var = t**2 + (1-t)**2*s**2
             return (t - (1-t)*s**2)/var*(x - (1-t)*m) - m
     noise = torch.randn(20000, 1, 1, generator=torch_rng(0, "gauss"))
-    x = Field(1, 1, 1, n_euler=200).sample(torch.zeros(20000, 1), noise)
+    x = Field(1, 1, 1, n_euler=200).sample(Context(pooled=torch.zeros(20000, 1)), noise)
     assert abs(x.mean()-m) < .02 and abs(x.std()-s) < .02
 
 def test_l1_head():
-    head,h,a = L1Head(8, 3, 2),torch.randn(4, 8),torch.zeros(4, 3, 2); pad = torch.zeros(4, 3, dtype=torch.bool)
+    head,h,a = L1Head(8, 3, 2),Context(pooled=torch.randn(4, 8)),torch.zeros(4, 3, 2); pad = torch.zeros(4, 3, dtype=torch.bool)
     loss,out = head.loss(h, a, pad)
     assert torch.allclose(loss, out["pred"].abs().flatten(1).mean(1))
     assert head.draw(4) == (None, None) and head.chunk_noise() is None
@@ -203,7 +253,7 @@ def test_ema_follows_evaluates_and_hands_over():
     p = make_policy("tiny", 32); start = [q.detach().clone() for q in p.parameters()]; ema = EMA(p)
     opt = torch.optim.SGD(p.parameters(), .1)
     for i in range(3):
-        loss,_ = p(make_batch(seed=i), generator=torch_rng(i, "ema"))
+        loss,_ = loss_of(p, make_batch(seed=i), torch_rng(i, "ema"))
         opt.zero_grad(); loss.backward(); opt.step(); ema.update(p)
     raw = [q.detach().clone() for q in p.parameters()]
     with ema.swap(p): inside = [q.detach().clone() for q in p.parameters()]
@@ -217,13 +267,103 @@ def test_ema_follows_evaluates_and_hands_over():
 
 def test_it_learns_a_handful_of_samples(policy):
     batch = make_batch(4); opt = torch.optim.AdamW(param_groups(policy, 1e-3)); g = torch_rng(0, "learn")
-    first = policy(batch, generator=torch_rng(1, "learn"))[0].item()
+    first = loss_of(policy, batch, torch_rng(1, "learn"))[0].item()
     for _ in range(60):
-        loss,_ = policy(batch, generator=g); opt.zero_grad(); loss.backward(); opt.step()
-    assert policy(batch, generator=torch_rng(1, "learn"))[0].item() < .5*first
+        loss,_ = loss_of(policy, batch, g); opt.zero_grad(); loss.backward(); opt.step()
+    assert loss_of(policy, batch, torch_rng(1, "learn"))[0].item() < .5*first
 
 def test_unknown_reduction(policy):
     with pytest.raises(ValueError, match="'mean' or 'none'"): policy(make_batch(), reduction="sum")
 
 def test_policies_are_made_of_the_registry():
     assert policies["tiny"] is Tiny
+
+
+# --- discrete actions
+def test_discrete_loss_is_torchs_cross_entropy_over_the_steps_that_happened():
+    head,n = DiscreteHead(8, 5, 1, n_actions=6),torch.tensor([6, 3, 4])
+    ctx = Context(pooled=torch.randn(3, 8, generator=torch_rng(0, "h")), n_actions=n)
+    action = torch.randint(0, 3, (3, 5, 1), generator=torch_rng(0, "a")).float()
+    pad = torch.zeros(3, 5, dtype=torch.bool); pad[1,2:] = True
+    loss,out = head.loss(ctx, action, pad); z = head.net(ctx.pooled).view(3, 5, 6)
+    for i in range(3):
+        steps = int((~pad[i]).sum())
+        want = cross_entropy(z[i,:steps,:n[i]], action[i,:steps,0].long())   # only the actions that the sample has
+        assert torch.allclose(loss[i], want, atol=1e-6)
+    loss.sum().backward()
+    assert all(p.grad.isfinite().all() for p in head.parameters())
+    none = head.loss(Context(pooled=ctx.pooled), action, pad)[0]
+    assert torch.allclose(none[0], loss[0]) and (none[1:] > loss[1:]).all()
+
+def test_discrete_policy_takes_only_actions_that_a_task_has():
+    p = make_policy("tiny", 32, action_dim=1, head="discrete", n_actions=6)
+    b = keys_batch(20) | {N_ACTIONS: torch.tensor([2, 6]*10)}
+    with torch.no_grad(): p.head.net[2].bias.view(8, 6)[:,5] += 50.   # it would always choose the last
+    chunk = p.predict_chunk(b)
+    assert chunk.shape == (20, 8, 1) and chunk.dtype == torch.float32
+    assert chunk[::2].max() <= 1 and (chunk[1::2] == 5).all()
+    free = {k: v for k,v in b.items() if k != N_ACTIONS}
+    assert (p.predict_chunk(free) == 5).all()
+    assert p.draw(3) == (None, None) and p.chunk_noise() is None and not p.needs_noise
+    with pytest.raises(ValueError, match="expected whole numbers from 0"): p(b)
+    with pytest.raises(ValueError, match="one answer"): p.predict_chunk(b, n=2)
+
+def test_discrete_policy_learns_is_stored_and_averages():
+    p = make_policy("tiny", 32, action_dim=1, head="discrete", n_actions=6, D=32); b = keys_batch(4)
+    opt = torch.optim.AdamW(param_groups(p, 3e-3)); first = p(b)[0].item()
+    for _ in range(60): opt.zero_grad(); p(b)[0].backward(); opt.step()
+    each = p(b, reduction="none")[0]
+    assert torch.allclose(each.mean(), p(b)[0]) and each.mean() < .5*first
+    assert (p.predict_chunk(b) == b[ACTION])[~b[PAD]].float().mean() > .8
+
+def test_discrete_policy_from_disk(tmp_path):
+    p = make_policy("tiny", 32, action_dim=1, head="discrete", n_actions=6, D=32)
+    q = load_policy(save_policy(p, "tiny", tmp_path/"p"))
+    assert torch.equal(p.predict_chunk(keys_batch()), q.predict_chunk(keys_batch()))
+
+
+# --- refused without building
+@pytest.mark.parametrize("kw,match", [
+    (dict(D=7), "D is 7, expected a multiple of 4"), (dict(D="big"), "D is 'big', expected a multiple"), (dict(D=4.), "D is 4.0"),
+    (dict(n_blocks=-1), "n_blocks is -1"), (dict(n_blocks=True), "whole number"), (dict(n_rows=1), "from 2"), (dict(max_words=0), "max_words is 0"),
+    (dict(H=0), "H is 0"), (dict(action_dim="4"), "action_dim is '4'"), (dict(image_size=50), "takes 32, 48, 64, 80, 96"),
+    (dict(image_size={IMAGE: 48, WRIST: 50}), "wrist"), (dict(image_size={IMAGE: 48}, cameras=[IMAGE, WRIST]), "name the same ones"),
+    (dict(image_size=None), "image_size of"), (dict(image_size={}), "cameras are"), (dict(cameras=3), "cameras are 3"), (dict(cameras=[]), "cameras are"),
+    (dict(cameras=[IMAGE, IMAGE]), "different image keys"), (dict(cameras=["front"]), "begin with"), (dict(head="flwo"), "did you mean 'flow'"),
+    (dict(head="discrete"), "n_actions is None"), (dict(head="discrete", action_dim=1, n_actions=1), "from 2"),
+    (dict(head="discrete", n_actions=5), "found action_dim 4"), (dict(n_actions=5), "use head 'discrete'"), (dict(n_block=3), "'n_blocks'"),
+    (dict(seed=3), "no argument 'seed'")], ids=str)
+def test_check_refuses_and_builds_nothing(kw, match, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.nn.Parameter, "__new__", lambda *a, **k: made.append(1))
+    with pytest.raises(ValueError, match=match): policies["tiny"].check(**kw)
+    policies["tiny"].check(image_size={IMAGE: 64, WRIST: 32}, D=4096, n_blocks=48)     # a large one, in no time
+    assert not made
+
+class Run:
+    model,image_size,chunk,head,seed,lora_rank,lora_alpha,init_from,model_kw = "tiny",32,8,"flow",0,0,16.,"",{}
+    def __init__(self, **kw): self.__dict__.update(kw)
+
+def test_a_runs_settings_are_checked_without_building(monkeypatch):
+    monkeypatch.setattr(Tiny, "__init__", functools.wraps(Tiny.__init__)(lambda self, **kw: pytest.fail("built")))
+    check_policy(Run()); check_policy(Run(head="discrete"), action_dim=1, n_actions=7)
+    for kw,match in [(dict(model="tinny"), "did you mean 'tiny'"), (dict(model_kw=dict(D="big")), "'big'"), (dict(model_kw=dict(H=3)), "leave it out"),
+                     (dict(image_size=50), "takes 32")]:
+        with pytest.raises(ValueError, match=match): check_policy(Run(**kw))
+
+def test_cameras_of_different_sizes():
+    p = build_policy(Run(), 4, 4, {IMAGE: 48, WRIST: 32}); b = make_batch(3, 48); b[WRIST] = make_batch(3, 32)[IMAGE]
+    assert p.pixels == {IMAGE: 48, WRIST: 32} and loss_of(p, b)[0].isfinite()
+    n = {k: s.stop-s.start for k,s in p.encode(b).spans.items()}
+    assert (n["image.front"], n["image.wrist"]) == (10, 5)
+    with pytest.raises(ValueError, match=r"wrist.*\(B,3,32,32\)"): p.predict_chunk(b | {WRIST: b[IMAGE]})
+    same = build_policy(Run(), 4, 4, {IMAGE: 32, WRIST: 32})
+    assert same.config["image_size"] == 32 and same.config["cameras"] == [IMAGE, WRIST]
+
+def test_instructions_are_looked_at_before_training():
+    p = make_policy("tiny", 32, max_words=5); p.check_prompts([SHORT])
+    with pytest.raises(ValueError, match="takes 12 positions, Tiny reads 5"): p.check_prompts([SHORT, LONG])
+
+def test_a_head_of_ones_own():
+    assert set(Tiny.heads) <= set(heads)
+    with pytest.raises(ValueError, match="no head 'mine'"): make_policy("tiny", head="mine")

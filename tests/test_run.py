@@ -269,20 +269,21 @@ def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatc
     from clvla.run.folder import versions
     there = lambda *names: monkeypatch.setattr(im, "distributions", lambda: [NS(metadata={"Name": n}, version="1") for n in names])
     there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
-    assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "metaworld")] == ["1"]*5+["not installed"]
+    assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "peft")] == ["1"]*5+["not installed"]
     there("torch"); assert not {"hf-libero", "robosuite", "bddl", "numba"} & set(versions())
 
 
 def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monkeypatch):
     "GL backend and LIBERO's assets among them; a folder from before they were noted notes them now."
     import clvla.train.job as job
+    from clvla.envs.all import kinds
     run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
-    monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "12ab"} if env else {})
+    monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "12ab"})
     tasks = [NS(env=dict(kind="libero"), source=dict(kind="demos")), NS(env=None, source=None)]
     begun = NS(run=run, cfg=NS(evaluate="lower"), stream=NS(tasks=tasks), say=said.append)
     write_json(tmp_path/"versions.json", dict(torch="2.9"))   # as written before
     job.other_versions(begun); assert not said and read_json(tmp_path/"versions.json") == dict(torch="2.9", gl="osmesa", assets="12ab")
-    now = dict(torch="2.9", gl="egl"); monkeypatch.setattr(job, "assets_of", lambda env: {"assets": "34cd"} if env else {})
+    now = dict(torch="2.9", gl="egl"); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "34cd"})
     job.other_versions(begun); assert "gl osmesa -> egl, assets 12ab -> 34cd" in said[0] and read_json(tmp_path/"versions.json")["gl"] == "osmesa"
 
 

@@ -61,17 +61,18 @@ def set_rng_state(g:np.random.Generator|torch.Generator, state):
 # %% ../../nbs/core/04_batch.ipynb #ea6aa323
 def global_rng_state()->dict:
     "State of the global generators of Python, numpy and torch, for `save_state`."
-    n = np.random.get_state(legacy=False)
+    numpy_state = np.random.get_state(legacy=False)
+    key = numpy_state["state"]["key"].astype("int64")
     # asking for the GPUs' states would start CUDA; where it has not been started nothing was drawn on it
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    key = n["state"]["key"].astype("int64")
-    return dict(python=random.getstate(), numpy=n | dict(state=n["state"] | dict(key=key)), torch=torch.get_rng_state(),
-                cuda=cuda)
+    return dict(python=random.getstate(), numpy=numpy_state | dict(state=numpy_state["state"] | dict(key=key)),
+                torch=torch.get_rng_state(), cuda=cuda)
 
 def seed_global_rng(seed:int, *purpose):
     "First states of the global generators, for one purpose."
     rng = np_rng(seed, *purpose)
-    random.seed(int(rng.integers(2**62))); np.random.seed(int(rng.integers(2**32)))
+    random.seed(int(rng.integers(2**62)))
+    np.random.seed(int(rng.integers(2**32)))
     torch.manual_seed(int(rng.integers(2**62)))
 
 def set_global_rng_state(
@@ -80,7 +81,9 @@ def set_global_rng_state(
     "Continue the draws of the global generators; ValueError for anything but such a state."
     if not isinstance(state, dict) or set(state) != {"python", "numpy", "torch", "cuda"}:
         raise ValueError(f"states of python, numpy, torch and cuda are needed, found {sorted(state)}")
-    n = state["numpy"]; key = np.asarray(n["state"]["key"]).astype("uint32")
-    random.setstate(state["python"]); torch.set_rng_state(state["torch"])
-    np.random.set_state(n | dict(state=n["state"] | dict(key=key)))
+    numpy_state = state["numpy"]
+    key = np.asarray(numpy_state["state"]["key"]).astype("uint32")
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(numpy_state | dict(state=numpy_state["state"] | dict(key=key)))
     for i,g in enumerate(state["cuda"][:torch.cuda.device_count()]): torch.cuda.set_rng_state(g, i)

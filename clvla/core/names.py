@@ -76,8 +76,8 @@ class Registry(dict):
         super().__setitem__(name, entry)
 
     def get(self, name, default=None): return self[name] if name in self else default
-    def values(self): return [self[name] for name in self]
-    def items(self): return [(name, self[name]) for name in self]
+    def values(self): return (self[name] for name in self)   # one at a time: whoever stops early imports no more
+    def items(self): return ((name, self[name]) for name in self)
 
 def _same(there, entry)->bool:
     "Whether two entries are one thing: the same object, its place, or a cell's definition run again."

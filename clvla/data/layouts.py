@@ -17,7 +17,9 @@ def axis_angle(
     quat # (T,4) unit quaternions, x y z w
 )->np.ndarray: # (T,3) radians
     "Quaternions as axis-angles (eq. 1), sign and all."
-    q = np.asarray(quat, np.float64); w = np.clip(q[:,3], -1, 1); s = np.sqrt(1-w*w)
+    q = np.asarray(quat, np.float64)
+    w = np.clip(q[:,3], -1, 1)
+    s = np.sqrt(1-w*w)
     return np.where(s[:,None] < 1e-9, 0., q[:,:3]*(2*np.arccos(w)/np.where(s < 1e-9, 1, s))[:,None])
 
 _hand = lambda q,order: np.concatenate([q[:,:3], axis_angle(q[:,3:7][:,order]), q[:,7:]], 1)
@@ -32,7 +34,9 @@ def convert_gripper(
     gripper:str # key of `GRIPPERS`
 )->np.ndarray:  # (T,A), -1 opens and 1 shuts
     "Actions with the gripper in the project's convention."
-    a,b = GRIPPERS[gripper]; out = np.array(action, np.float32); out[:,-1] = a*out[:,-1]+b
+    a,b = GRIPPERS[gripper]
+    out = np.array(action, np.float32)
+    out[:,-1] = a*out[:,-1]+b
     return out
 
 # %% ../../nbs/data/05_layouts.ipynb #08f212c3
@@ -73,5 +77,5 @@ def layout_text(
     "How a data set is read."
     layout = part["layout"]
     cameras = ", ".join(f"{key.removeprefix(IMAGES)} = {column}" for key,column in layout["cameras"].items())
-    return (f"{part['path']} is read in this layout: {cameras}; pictures {layout['pictures']}; state {layout['state']}; "
-            f"gripper {layout['gripper']} (open..shut)")
+    return (f"{part['path']} is read in this layout: {cameras}; pictures {layout['pictures']}; "
+            f"state {layout['state']}; gripper {layout['gripper']} (open..shut)")

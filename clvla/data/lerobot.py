@@ -16,7 +16,7 @@ from ..core.config import entries
 from .frames import FrameStore, reuse_store, write_store
 from .layouts import check_layout, convert
 from .lerobot_write import decode_image
-from .partition import lerobot_info, lerobot_tasks
+from .partition import lerobot_info, lerobot_tasks, partitions
 from .streams import Task
 from ..core.files import reading
 
@@ -136,11 +136,13 @@ class _Videos:
 
     def place(self, key:str, episode:int)->tuple:
         "File and first frame of an episode."
-        r = self.rows.get(episode, {}); got = {c: r.get(f"videos/{key}/{c}") for c in self.NEEDED}
+        r = self.rows.get(episode, {})
+        got = {c: r.get(f"videos/{key}/{c}") for c in self.NEEDED}
         if any(type(got[c]) is not t for c,t in self.NEEDED.items()) or not 0 <= got["from_timestamp"]*self.fps < 1e12:
             raise ValueError(f"{self.path}: meta/episodes says of episode {episode}, {key}: {got}; expected are whole "
                              "numbers and a time. Fetch the data set again")
-        t = got.pop("from_timestamp"); said = f"{self.path}: 'video_path' of meta/info.json"
+        t = got.pop("from_timestamp")
+        said = f"{self.path}: 'video_path' of meta/info.json"
         return self.path/file_at(self.template, said, video_key=key, **got),round(t*self.fps)
 
     def __call__(self, key:str, episode:int, T:int)->np.ndarray:
@@ -159,13 +161,14 @@ def read_lerobot(
     task_index=None, # numbers of the instructions that are wanted; None = all
     image_size=None, # h = w to resize to, pixels; None = as stored
     cameras=None,    # our key -> the data set's column; None = see `camera_map`
-    layout=None      # how others recorded it (page *layouts*); None = in the project's own conventions
+    layout=None      # how others recorded it (page *data/layouts*); None = in the project's own conventions
 ):                   # yields episodes
     "The episodes of a data set, decoded one after another."
     path,layout = Path(path),check_layout(layout or {})
     said,wanted = lerobot_tasks(path),episode_list(path, task_index)
     own = {STATE: STATE, ACTION: ACTION} | layout.get("columns", {})
-    info = lerobot_info(path); cams = camera_map(info, cameras or layout.get("cameras"), path, own)
+    info = lerobot_info(path)
+    cams = camera_map(info, cameras or layout.get("cameras"), path, own)
     kinds = {v: info["features"][v]["dtype"] for v in cams.values()}
     films = [k for k,d in kinds.items() if d == "video"]
     videos = _Videos(path, info, image_size, films) if films else None
@@ -204,7 +207,9 @@ def _episodes_of(path, cols:list, todo:dict):
         with reading(path): t = file.read_row_group(g, columns=cols)
         part = t if part is None else pa.concat_tables([part, t])
         while part is not None and len(part):
-            ep = part["episode_index"].to_numpy(); e = int(ep[0]); n = int((ep == e).sum())
+            ep = part["episode_index"].to_numpy()
+            e = int(ep[0])
+            n = int((ep == e).sum())
             if e in todo and n < todo[e][0]: break
             if e in todo: yield e,part.slice(0, n)
             part = part.slice(n)
@@ -260,6 +265,7 @@ def import_lerobot(
     image_size=None,       # h = w to resize to, pixels
     cameras=None           # our key -> the data set's column
 )->dict:                   # task id -> frame store
-    "Frame stores of all tasks in LeRobot data sets."
-    return {o.id: import_task(o, Path(out_dir)/o.id, image_size, cameras)
-            for o in make_stream(paths, partition=partition).tasks}
+    "Frame stores of all tasks in LeRobot data sets, read as they are."
+    folders = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    return {task.id: import_task(task, Path(out_dir)/task.id, image_size, cameras)
+            for task in partitions[partition](folders)}

@@ -83,7 +83,8 @@ def value_counts(images)->np.ndarray:
 # %% ../../nbs/data/06_lerobot_write.ipynb #dc25cf43
 def _episode_rows(ep:dict, i:int, at:int, task:int, fps:int)->dict:
     "The counted columns of an episode."
-    T = len(ep[ACTION]); f = np.arange(T)
+    T = len(ep[ACTION])
+    f = np.arange(T)
     return {"timestamp": (f/fps).astype(np.float32), "frame_index": f, "episode_index": np.full(T, i), "index": at+f,
             "task_index": np.full(T, task)}
 
@@ -97,9 +98,12 @@ def _table(ep:dict, rows:dict):
             cols[k] = pa.array([dict(bytes=encode_png(x), path=None) for x in v],
                                pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
             note[k] = {"_type": "Image"}
-        elif k in rows: cols[k] = pa.array(v); note[k] = {"dtype": COUNTED[k], "_type": "Value"}
+        elif k in rows:
+            cols[k] = pa.array(v)
+            note[k] = {"dtype": COUNTED[k], "_type": "Value"}
         else:
-            n = v.shape[1]; one = {"dtype": "float32", "_type": "Value"}
+            n = v.shape[1]
+            one = {"dtype": "float32", "_type": "Value"}
             flat = pa.array(np.ascontiguousarray(v, np.float32).ravel())
             cols[k] = flat if n == 1 else pa.FixedSizeListArray.from_arrays(flat, n)
             note[k] = one if n == 1 else dict(feature=one, length=n, _type="List")
@@ -112,7 +116,8 @@ def _write_png(path:Path, episodes, fps:int):
     (path/"data/chunk-000").mkdir(parents=True)
     said,log,pooled,counts,at,writer,feats = {},[],{},{},0,None,None
     for i,ep in enumerate(episodes):
-        T = check_episode(ep, f"episode {i}"); feats = feats or features(ep)
+        T = check_episode(ep, f"episode {i}")
+        feats = feats or features(ep)
         if features(ep) != feats:
             raise ValueError(f"episode {i} has other columns than episode 0: {features(ep)} and {feats}")
         rows = _episode_rows(ep, i, at, said.setdefault(ep[PROMPT], len(said)), fps)
@@ -124,7 +129,8 @@ def _write_png(path:Path, episodes, fps:int):
         for k,c in seen.items(): counts[k] = counts.get(k, 0)+c
         for k,v in plain.items(): pooled.setdefault(k, []).append(v)
         stats = {k: counts_stats(c, T) for k,c in seen.items()} | {k: rows_stats(v) for k,v in plain.items()}
-        log.append(_episode_row(i, ep[PROMPT], T, at, stats)); at += T
+        log.append(_episode_row(i, ep[PROMPT], T, at, stats))
+        at += T
     if writer is None: raise ValueError(f"{path}: a data set needs at least one episode, found none")
     writer.close()
     whole = {k: counts_stats(c, at) for k,c in counts.items()}
@@ -163,7 +169,8 @@ def lerobot_ready():
     import datasets
     with tempfile.TemporaryDirectory(prefix="clvla-cache-") as d:
         old,bars = datasets.config.HF_DATASETS_CACHE,datasets.is_progress_bar_enabled()
-        datasets.config.HF_DATASETS_CACHE = Path(d); datasets.disable_progress_bars()
+        datasets.config.HF_DATASETS_CACHE = Path(d)
+        datasets.disable_progress_bars()
         from lerobot.datasets.lerobot_dataset import LeRobotDataset
         try: yield LeRobotDataset
         finally:

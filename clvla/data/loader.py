@@ -15,7 +15,7 @@ from ..core.batch import cat, take
 from ..core.names import N_ACTIONS, TASK_ID, closest
 from ..core.seeds import np_rng
 
-# %% ../../nbs/data/03_loader.ipynb #10a91c4b
+# %% ../../nbs/data/03_loader.ipynb #23325f53
 class TaskData:
     "The frame stores of a stream, by task id, and the processor that makes batches of them."
     def __init__(self,
@@ -30,7 +30,8 @@ class TaskData:
         dims = {k: (s.state_dim, s.action_dim, pixels(s)) for k,s in stores.items()}
         self.state_dim,self.action_dim,self.pixels = next(iter(dims.values()))
         if any(d != (self.state_dim, self.action_dim, self.pixels) for d in dims.values()):
-            raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found {dims}")
+            raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found "
+                             f"{dims}")
         own = {k: getattr(s, "n_actions", None) for k,s in stores.items()}   # discrete actions, as the stores say
         if n_actions is None and any(own.values()): n_actions = {k: n for k,n in own.items() if n is not None}
         if n_actions is not None and (missing := sorted(stores.keys()-n_actions)):
@@ -49,7 +50,11 @@ class TaskData:
 
     def n_frames(self, task_id:str)->int: return len(self.store(task_id))
 
-def pixels(store)->dict: return {k: int(x.shape[1]) for k,x in store.images.items()} # image key -> height (= width)
+def pixels(
+    store # a frame store
+)->dict:  # image key -> height (= width)
+    "The image size of each camera."
+    return {k: int(x.shape[1]) for k,x in store.images.items()}
 
 # %% ../../nbs/data/03_loader.ipynb #2973da48
 @patch
@@ -73,7 +78,7 @@ def fetch_refs(self:TaskData,
     batch = cat(*(self.fetch(k, [refs[r][1] for r in of]) for k,of in rows.items()))
     return batch if len(rows) == 1 else take(batch, np.argsort([r for of in rows.values() for r in of]))
 
-# %% ../../nbs/data/03_loader.ipynb #f47c3e2c
+# %% ../../nbs/data/03_loader.ipynb #ce557c32
 class TaskLoader:
     "An endless, repeatable order over the frames of some tasks."
     def __init__(self,
@@ -95,6 +100,12 @@ class TaskLoader:
     def all_refs(self)->list: return self._name(np.arange(len(self)))
     def state_dict(self)->dict: return dict(epoch=self.epoch, position=self.position, task_ids=list(self.task_ids))
 
+    def close(self):
+        "Drop the batches that were prepared ahead, and end their thread."
+        self._ahead.clear()
+        if self._thread is not None: self._thread.shutdown(cancel_futures=True)
+        self._thread = None
+
     def permutation(self, epoch:int)->np.ndarray:
         "The order of one epoch (eq. 1): a pure function of seed, purpose, tasks and epoch."
         if self._order[0] != epoch:
@@ -106,18 +117,19 @@ class TaskLoader:
         k = np.searchsorted(self.starts, flat, "right")-1
         return [(self.task_ids[a], int(f-self.starts[a])) for a,f in zip(k, flat)]
 
-    def refs_from(self, epoch:int, position:int, n:int)->tuple:
-        "The n samples from a position on, by name, and the position behind them."
-        if n < 0: raise ValueError(f"a loader cannot give {n} samples")
-        names = []
-        while n > 0:
-            part = self.permutation(epoch)[position:position+n]
-            names += self._name(part)
-            n,position = n-len(part),position+len(part)
-            if position == len(self): epoch,position = epoch+1,0
-        return names,epoch,position
+# %% ../../nbs/data/03_loader.ipynb #67478ab9
+@patch
+def refs_from(self:TaskLoader, epoch:int, position:int, n:int)->tuple:
+    "The n samples from a position on, by name, and the position behind them."
+    if n < 0: raise ValueError(f"a loader cannot give {n} samples")
+    names = []
+    while n > 0:
+        part = self.permutation(epoch)[position:position+n]
+        names += self._name(part)
+        n,position = n-len(part),position+len(part)
+        if position == len(self): epoch,position = epoch+1,0
+    return names,epoch,position
 
-# %% ../../nbs/data/03_loader.ipynb #0fdacd36
 @patch
 def refs(self:TaskLoader, n:int)->list:
     "The next n samples by name; the loader moves on."
@@ -156,7 +168,7 @@ def sample_batches(self:TaskLoader,
     aside = TaskLoader(self.data, self.task_ids, self.seed, f"{self.purpose}/{purpose}", self.rank, self.world)
     for _ in range(n_batches): yield aside.next(B)
 
-# %% ../../nbs/data/03_loader.ipynb #58ca1fdb
+# %% ../../nbs/data/03_loader.ipynb #a88ef957
 def fetch_pinned(
     data:TaskData,
     refs:list # of (task id, frame number)
@@ -183,10 +195,3 @@ def next_ahead(
     batch = fetched.result()
     loader.epoch,loader.position = end
     return batch
-
-@patch
-def close(self:TaskLoader):
-    "Drop the batches that were prepared ahead, and end the thread."
-    self._ahead.clear()
-    if self._thread is not None: self._thread.shutdown(cancel_futures=True)
-    self._thread = None

@@ -153,7 +153,8 @@ def make_stream(
     options:dict=None     # kind -> what it has to know of data sets; False = they are not its
 )->Stream:
     "The stream that `spec` describes; ValueError says what is wrong with it."
-    split,options = partitions[partition],options or {}
+    split = partitions[partition]
+    options = options or {}
     for name in options:
         if name not in kinds: raise ValueError(f"options name no kind of environment {name!r}{closest(name, kinds)}")
     if isinstance(spec, Stream): stream = spec

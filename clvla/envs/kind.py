@@ -84,6 +84,6 @@ def check(self:Kind,
 ):
     "ValueError for what a run would find out hours later; a subclass checks more, and calls this first."
     if tasks and cfg.evaluate != "none" and self.mixes(0, cfg.n_trials):
-        raise ValueError(f"n_trials {cfg.n_trials} would mix {self.label}'s own {self.n_starts} starts with drawn ones; "
-                         f"set it to {self.n_starts} or less, and try drawn ones afterwards: eval_cl with first_trial "
-                         f"{self.n_starts}")
+        raise ValueError(f"n_trials {cfg.n_trials} would mix {self.label}'s own {self.n_starts} starts with drawn "
+                         f"ones; set it to {self.n_starts} or less, and try drawn ones afterwards: eval_cl with "
+                         f"first_trial {self.n_starts}")

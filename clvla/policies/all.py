@@ -87,7 +87,6 @@ def check_policy(
     **sizes  # of the data, as in `policy_arguments`, as far as they are known
 ):
     "ValueError when the policy that a run's settings name cannot be built; builds nothing."
-    if cfg.head == "discrete": sizes = dict(action_dim=1, n_actions=2) | sizes   # the data say how many there are
     policies[cfg.model].check(**policy_arguments(cfg, **sizes))
 
 # %% ../../nbs/policies/09_all.ipynb #9a3064c8

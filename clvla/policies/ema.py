@@ -18,7 +18,7 @@ def ema_decay(
     "Decay of update number `s`, counted from 0."
     return min(decay, (1+s)/(10+s))
 
-# %% ../../nbs/policies/05_ema.ipynb #479c7b6c
+# %% ../../nbs/policies/05_ema.ipynb #6761f683
 def trained(
     model:nn.Module, # any module
     known=None       # names that are expected
@@ -26,8 +26,8 @@ def trained(
     "The trained parameters by name; ValueError when they are not the known ones."
     weights = {k: p.detach() for k,p in model.named_parameters() if p.requires_grad}
     if known is not None and list(weights) != list(known):
-        raise ValueError(f"the average knows {len(known)} parameters, the model trains {len(weights)}, and they differ; "
-                         "make the EMA after freezing, from the raw model")
+        raise ValueError(f"the average knows {len(known)} parameters, the model trains {len(weights)}, and they "
+                         "differ; make the EMA after freezing, from the raw model")
     return weights
 
 # %% ../../nbs/policies/05_ema.ipynb #6112f3d4

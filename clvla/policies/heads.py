@@ -167,7 +167,7 @@ class DiscreteHead(nn.Module):
         err = cross_entropy(z.flatten(0, 1), label.flatten(), reduction="none").view(*label.shape, 1)
         return masked_mean(err, pad),dict(pred=z)
 
-# %% ../../nbs/policies/01_heads.ipynb #b3060ffd
+# %% ../../nbs/policies/01_heads.ipynb #838badc1
 def check_labels(
     action:Tensor,   # (B,H,1) indices as numbers
     n_actions:int,   # classes of the head
@@ -177,12 +177,12 @@ def check_labels(
     label = action[...,0].long()
     most = n_actions if own is None else own.to(label.device)[:,None].clamp(max=n_actions)
     if bool(((label < 0) | (label >= most) | (label != action[...,0])).any()):
-        raise ValueError(f"actions lie in {float(action.min()):g}..{float(action.max()):g}, expected whole numbers from 0 "
-                         f"to the sample's number of actions less 1 (the head has {n_actions}); build the policy with "
-                         "the largest n_actions of the stream, and leave discrete actions unnormalised")
+        raise ValueError(f"actions lie in {float(action.min()):g}..{float(action.max()):g}, expected whole numbers "
+                         f"from 0 to the sample's number of actions less 1 (the head has {n_actions}); build the "
+                         "policy with the largest n_actions of the stream, and leave discrete actions unnormalised")
     return label
 
-# %% ../../nbs/policies/01_heads.ipynb #e4cb98c5
+# %% ../../nbs/policies/01_heads.ipynb #e3c5b0dd
 heads = Registry("head", flow=FlowHead, l1=L1Head, discrete=DiscreteHead)
 
 def make_head(
@@ -201,9 +201,10 @@ def check_head(
 ):
     "ValueError when action size and number of actions do not fit the head; builds nothing."
     if not heads[name].discrete:
-        if n_actions is not None: raise ValueError(f"policy {who}: n_actions is {n_actions!r}, and head {name!r} has no "
-                                                   "classes; use head 'discrete', or leave n_actions out")
-        return
+        if n_actions is None: return
+        raise ValueError(f"policy {who}: n_actions is {n_actions!r}, and head {name!r} has no classes; use head "
+                         "'discrete', or leave n_actions out")
     check_count(who, "n_actions", n_actions, least=2)
-    if action_dim != 1: raise ValueError(f"policy {who}: a discrete action is one index, found action_dim {action_dim}; "
-                                         "use head 'flow' or 'l1' for actions of several numbers")
+    if action_dim != 1:
+        raise ValueError(f"policy {who}: a discrete action is one index, found action_dim {action_dim}; use head 'flow' "
+                         "or 'l1' for actions of several numbers")

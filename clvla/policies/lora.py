@@ -15,7 +15,7 @@ from ..core.names import require
 from .base import Policy
 from .weights import note_frozen
 
-# %% ../../nbs/policies/04_lora.ipynb #b28c41bf
+# %% ../../nbs/policies/04_lora.ipynb #fca535e6
 def add_lora(
     policy:Policy,   # changed in place
     rank:int,        # r
@@ -29,8 +29,7 @@ def add_lora(
     names,trained = policy.lora_targets(),{id(p) for p in policy.parameters() if p.requires_grad}
     if rank < 1 or alpha <= 0: raise ValueError(f"LoRA needs rank >= 1 and alpha > 0, found rank {rank}, alpha {alpha}")
     if policy.lora: raise ValueError("this policy has adapters already; merge_lora(policy) makes one without")
-    if not names: raise ValueError(f"{type(policy).__name__} has no linear layer outside its head (its lora_targets() are []); use no "
-                                "LoRA")
+    if not names: raise ValueError(f"{type(policy).__name__} has no linear layer outside its head; use no LoRA")
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator; A is drawn again below
         those = "|".join(map(re.escape, names))
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=those), policy)

@@ -81,7 +81,7 @@ class Block(nn.Module):
         x = x[:,:rows] + self.o(scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
-# %% ../../nbs/policies/02_tiny.ipynb #e65ba02f
+# %% ../../nbs/policies/02_tiny.ipynb #123870c5
 class Tiny(Policy):
     "A small VLA: convolutions, hashed words, two transformer blocks, and a head from the menu."
     heads,image_sizes = ("flow", "l1", "discrete"),(32, 48, 64, 80, 96)
@@ -115,10 +115,8 @@ class Tiny(Policy):
     @classmethod
     def check(cls, **config):
         config = super().check(**config)
-        for k in ("D", "n_blocks", "max_words"): check_count(cls.__name__, k, config[k])
-        check_count(cls.__name__, "n_rows", config["n_rows"], least=2)
-        if config["D"]%4: raise ValueError(f"policy {cls.__name__}: D is {config['D']}, expected a multiple of 4 (the "
-                                           "attention has 4 heads); take 96, or 32 for a test")
+        check_count(cls.__name__, "D", config["D"], least=4, multiple=4) # the attention has 4 heads
+        for k,least in dict(n_blocks=1, max_words=1, n_rows=2).items(): check_count(cls.__name__, k, config[k], least)
         check_head(cls.__name__, config["head"], config["action_dim"], config["n_actions"])
         return config
 

@@ -137,7 +137,7 @@ def read_base(
     if folder is None or not (Path(folder)/"policy.json").exists(): return None
     return read_policy(folder).get("base")
 
-# %% ../../nbs/policies/03_weights.ipynb #a7d05bf2
+# %% ../../nbs/policies/03_weights.ipynb #8dd18bac
 def check_stored(
     policy:Policy, # about to be loaded
     about:dict,    # what `read_policy` says of the folder
@@ -145,14 +145,14 @@ def check_stored(
 ):
     "ValueError when the stored adapters have other settings than the policy's, or stand on another base."
     fits = "load_policy(folder) builds the policy that fits"
-    ours,its = policy.lora or {},about.get("lora") or {}
+    lora = policy.lora or {}
+    stored = about.get("lora", {})
     for k in ("rank", "alpha", "pretrained"):
-        if ours.get(k) != its.get(k):
-            raise ValueError(f"{folder} was stored with LoRA {k} {its.get(k)}, this policy has {ours.get(k)}; {fits}")
-    ours,its = policy.base,about.get("base")
-    if ours and its and ours["sha256"] != its["sha256"]:
-        raise ValueError(f"{folder} was trained on other frozen weights (sha256 {its['sha256'][:12]}) than this policy "
-                         f"has ({ours['sha256'][:12]}); {fits}")
+        if lora.get(k) != stored.get(k):
+            raise ValueError(f"{folder} was stored with LoRA {k} {stored.get(k)}, this policy has {lora.get(k)}; {fits}")
+    if policy.base and "base" in about and policy.base["sha256"] != about["base"]["sha256"]:
+        raise ValueError(f"{folder} was trained on other frozen weights (sha256 {about['base']['sha256'][:12]}) than "
+                         f"this policy has ({policy.base['sha256'][:12]}); {fits}")
 
 def load_weights(
     policy:Policy, # of the same build
@@ -170,7 +170,7 @@ def load_weights(
     if about and "base" in about and not policy.frozen: new = check_base(**about["base"]) | new
     fill(stored_weights(policy), new, path)
 
-# %% ../../nbs/policies/03_weights.ipynb #f9fc1e67
+# %% ../../nbs/policies/03_weights.ipynb #5882ffb9
 def save_base(
     policy:Policy, # with frozen weights
     folder,        # by habit DATA_DIR/weights
@@ -187,7 +187,8 @@ def save_base(
     if sha256 not in (None, found):
         new.unlink()
         raise ValueError(f"the frozen weights that the settings make (sha256 {found[:12]}) are not those of the "
-                         f"checkpoint ({sha256[:12]}); did seed, init_from or the version of torch change? Take them back")
+                         f"checkpoint ({sha256[:12]}); did seed, init_from or the version of torch change? Take them "
+                         "back")
     if path.is_file() and file_sha256(path) == found: new.unlink()
     else:
         if path.is_file(): say(f"{path} was damaged (its SHA-256 differs); the frozen weights are written again")

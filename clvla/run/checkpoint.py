@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'checkpoints', 'in_time', 'is_inside', 'save_checkpoint', 'read_manifest', 'check_checkpoint',
-           'load_checkpoint', 'latest_checkpoint', 'latest_name', 'prune', 'clean']
+           'load_checkpoint', 'remedy', 'latest_checkpoint', 'latest_name', 'prune', 'clean']
 
 # %% ../../nbs/run/01_checkpoint.ipynb #84678929
 import os, re, shutil
@@ -12,17 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from safetensors import SafetensorError
 from ..core.state import disk_error, load_state, save_state
-from ..core.files import clean_temporary, fsync, json_text, os_error, read_json, reason, sha256, write_json
+from ..core.files import (clean_temporary, fsync, json_text, os_error, read_json, sha256, system_message,
+                              write_json)
 
-# %% ../../nbs/run/01_checkpoint.ipynb #8655ca22
+# %% ../../nbs/run/01_checkpoint.ipynb #a77770d2
 def checkpoints(
     root,           # folder of all checkpoints
     ends:bool=False # those at the tasks' ends only
 )->list:            # their folders, in the order of time
     "Folders of all finished checkpoints, whole or not."
     root = Path(root)
-    found = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.exists() else []
-    return sorted((p for p in found if not ends or not is_inside(p)), key=in_time)
+    folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
+    return sorted((p for p in folders if not ends or not is_inside(p)), key=in_time)
 
 def in_time(path)->tuple:
     "Sorting key of a checkpoint's name: stage, update, name; a task's end comes after all of its updates."
@@ -45,40 +46,49 @@ def save_checkpoint(
     extra=None      # the same, for further files
 )->Path:            # the checkpoint's folder
     "Write a checkpoint under a temporary name, seal it with a manifest, rename it, and point LATEST at it."
-    root = Path(root); path,tmp,old,there = root/name,root/f".{name}.writing",root/f".{name}.old",False
     if not re.fullmatch(r"\w[\w+.-]*", name) or name == "LATEST":
         raise ValueError(f"{name!r} cannot name a checkpoint; letters, digits and _ + . - can")
+    root = Path(root)
+    path,tmp,aside = root/name,root/f".{name}.writing",root/f".{name}.old"
+    renamed = False
     try:
         _fill(tmp, state, documents, policy, extra)
-        if path.exists(): _remove(old); os.replace(path, old)
-        os.replace(tmp, path); there = True; fsync(root); write_json(root/"LATEST", name)
+        if path.exists():
+            _remove(aside)
+            os.replace(path, aside)
+        os.replace(tmp, path)
+        renamed = True
+        fsync(root)
+        write_json(root/"LATEST", name)
     except (OSError, SafetensorError) as e:
         with suppress(OSError):   # the disk that refused the step before may refuse this one; then `clean` puts it back
-            if old.exists() and not path.exists(): os.replace(old, path)
-        raise _failed(root, name, there, e) from e
+            if aside.exists() and not path.exists(): os.replace(aside, path)
+        raise _save_error(root, name, renamed, e) from e
     finally:
         _remove(tmp, quiet=True)
-        if path.exists(): _remove(old, quiet=True)
+        if path.exists(): _remove(aside, quiet=True)
     return path
 
 # %% ../../nbs/run/01_checkpoint.ipynb #560f049d
 def _fill(tmp:Path, state:dict, documents:dict, policy, extra):
     "Write a checkpoint's files and its manifest, all synced to the disk."
-    _remove(tmp); tmp.mkdir(parents=True)
+    _remove(tmp)
+    tmp.mkdir(parents=True)
     save_state(tmp/"state.safetensors", state)
-    for file,doc in documents.items(): write_json(tmp/file, doc)
+    for file,value in documents.items(): write_json(tmp/file, value)
     for write in (policy, extra):
         if write: write(tmp)
     files = {}
     for p in _files(tmp):
-        fsync(p); files[p.relative_to(tmp).as_posix()] = dict(sha256=sha256(p), bytes=p.stat().st_size)
-    for p in (q for q in tmp.rglob("*") if q.is_dir()): fsync(p)
+        fsync(p)
+        files[p.relative_to(tmp).as_posix()] = dict(sha256=sha256(p), bytes=p.stat().st_size)
+    for folder in (p for p in tmp.rglob("*") if p.is_dir()): fsync(folder)
     write_json(tmp/"manifest.json", dict(format=FORMAT, files=files))
 
 def _files(path:Path)->list:
-    "All files of a checkpoint but the hidden ones, which nobody reads: a file system or a desktop puts such there."
+    "All files of a checkpoint but the hidden ones, which file systems and desktops put there."
     return sorted(p for p in path.rglob("*")
-                  if not p.is_dir() and not any(o.startswith(".") for o in p.relative_to(path).parts))
+                  if not p.is_dir() and not any(part.startswith(".") for part in p.relative_to(path).parts))
 
 def _remove(p:Path, quiet:bool=False):
     "Remove a file or a folder, if it is there."
@@ -91,21 +101,22 @@ def read_manifest(
     path    # a checkpoint's folder
 )->dict:    # file name -> sha256 and bytes
     "The files that a checkpoint consists of; ValueError when its manifest is none."
-    f = Path(path)/"manifest.json"
-    if not f.exists(): raise ValueError("manifest.json is missing")
-    m = read_json(f)
+    manifest = Path(path)/"manifest.json"
+    if not manifest.exists(): raise ValueError("manifest.json is missing")
+    m = read_json(manifest)
     if not isinstance(m, dict) or "format" not in m: raise ValueError("manifest.json is JSON, but no manifest")
     if type(m["format"]) is not int or m["format"] != FORMAT:
         raise ValueError(f"manifest.json has format {m['format']!r}, this version reads {FORMAT}")
-    entry = lambda o: isinstance(o, dict) and list(o) == ["sha256", "bytes"] and type(o["bytes"]) is int
-    if set(m) != {"format", "files"} or not isinstance(m["files"], dict) or not all(map(entry, m["files"].values())):
+    is_entry = lambda e: isinstance(e, dict) and list(e) == ["sha256", "bytes"] and type(e["bytes"]) is int
+    files = m.get("files")
+    if set(m) != {"format", "files"} or not isinstance(files, dict) or not all(map(is_entry, files.values())):
         raise ValueError("manifest.json is JSON, but no manifest")
-    if f.read_bytes() != json_text(m).encode(): raise ValueError("manifest.json was changed after it was written")
-    if "state.safetensors" not in m["files"]: raise ValueError("manifest.json does not name state.safetensors")
-    for o in m["files"]:
-        if Path(o).is_absolute() or ".." in Path(o).parts:
-            raise ValueError(f"manifest.json names {o!r}, which is elsewhere")
-    return m["files"]
+    if manifest.read_bytes() != json_text(m).encode(): raise ValueError("manifest.json was changed after it was written")
+    if "state.safetensors" not in files: raise ValueError("manifest.json does not name state.safetensors")
+    for file in files:
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"manifest.json names {file!r}, which is elsewhere")
+    return files
 
 # %% ../../nbs/run/01_checkpoint.ipynb #c35592de
 def check_checkpoint(
@@ -117,19 +128,20 @@ def check_checkpoint(
     if not path.is_dir(): return ["there is no such folder"]
     try: files = read_manifest(path)
     except ValueError as e: return [str(e)]
-    except OSError as e: return [f"manifest.json cannot be read ({reason(e)})"]
-    there = {p.relative_to(path).as_posix() for p in _files(path)}
-    bad = [o for file,want in files.items() for o in _check_file(path/file, file, want, deep)]
-    return bad + [f"{o} is unexpected: the manifest does not name it" for o in sorted(there-{*files, "manifest.json"})]
+    except OSError as e: return [f"manifest.json cannot be read ({system_message(e)})"]
+    present = {p.relative_to(path).as_posix() for p in _files(path)}
+    problems = [text for file,entry in files.items() for text in _check_file(path/file, file, entry, deep)]
+    unexpected = sorted(present-{*files, "manifest.json"})
+    return problems + [f"{file} is unexpected: the manifest does not name it" for file in unexpected]
 
-def _check_file(p:Path, file:str, want:dict, deep:bool)->list:
+def _check_file(p:Path, file:str, entry:dict, deep:bool)->list:
     "What is wrong with one file."
     try:
         if not p.is_file(): return [f"{file} is missing"]
-        if (n := p.stat().st_size) != want["bytes"]: return [f"{file} has {n} bytes, not {want['bytes']}"]
-        if deep and sha256(p) != want["sha256"]: return [f"{file} was changed (its SHA-256 differs)"]
+        if (n := p.stat().st_size) != entry["bytes"]: return [f"{file} has {n} bytes, not {entry['bytes']}"]
+        if deep and sha256(p) != entry["sha256"]: return [f"{file} was changed (its SHA-256 differs)"]
         if deep and p.suffix == ".json": read_json(p)
-    except OSError as e: return [f"{file} cannot be read ({reason(e)})"]
+    except OSError as e: return [f"{file} cannot be read ({system_message(e)})"]
     except ValueError as e: return [f"{file} is no JSON ({e})"]
     return []
 
@@ -137,9 +149,20 @@ def _check_file(p:Path, file:str, want:dict, deep:bool)->list:
 def load_checkpoint(
     path      # a checkpoint's folder
 )->dict:      # the state that was saved
-    "Check a checkpoint and load its state; ValueError lists what is wrong."
-    if bad := check_checkpoint(path): raise ValueError(f"checkpoint {path} is not whole: {'; '.join(bad)}")
+    "Check a checkpoint and load its state; ValueError lists what is wrong and what to do."
+    if problems := check_checkpoint(path):
+        raise ValueError(f"checkpoint {path} is not whole: {'; '.join(problems)}; {remedy(path)}")
     return load_state(Path(path)/"state.safetensors")
+
+def remedy(
+    path     # folder of a checkpoint that is not whole
+)->str:
+    "What to do about a damaged checkpoint: which folder to remove, and from where the run can go on."
+    path = Path(path)
+    others = [p for p in checkpoints(path.parent) if p.name != path.name and not check_checkpoint(p)]
+    if not others: return f"there is no whole one beside it; put a copy of it in its place, or begin in a new folder"
+    earlier = [p for p in others if in_time(p) < in_time(path)] or others
+    return f"remove {path}, or take {earlier[-1].name} beside it, which is whole"
 
 # %% ../../nbs/run/01_checkpoint.ipynb #c36aa2e9
 def latest_checkpoint(
@@ -150,9 +173,9 @@ def latest_checkpoint(
     if (named := latest_name(root)) and not (Path(root)/named).is_dir():
         say(f"{Path(root)/'LATEST'} names {named}, which is missing")
     for p in reversed(checkpoints(root)):
-        bad = check_checkpoint(p)
-        if not bad: return p
-        say(f"checkpoint {p.name} is passed over: {'; '.join(bad)}")
+        problems = check_checkpoint(p)
+        if not problems: return p
+        say(f"checkpoint {p.name} is passed over: {'; '.join(problems)}")
     return None
 
 # %% ../../nbs/run/01_checkpoint.ipynb #0836bb80
@@ -163,14 +186,14 @@ def latest_name(root)->str|None:
     return name if isinstance(name, str) and re.fullmatch(r"\w[\w+.-]*", name) else None
 
 # %% ../../nbs/run/01_checkpoint.ipynb #1441c452
-def _failed(root:Path, name:str, there:bool, e:Exception)->OSError:
+def _save_error(root:Path, name:str, renamed:bool, e:Exception)->OSError:
     "The error of a checkpoint that could not be written: why, what is left, what helps."
     if isinstance(e, SafetensorError): e = disk_error(e)
-    if there: return os_error(f"checkpoint {root/name} is in place, but not surely on the disk, or {root/'LATEST'} "
-                              f"does not name it yet: {reason(e)}", e)
-    before = latest_checkpoint(root, lambda s: None)
-    left = f"the run can go on from {before.name}, which is whole" if before else "there is no whole one before it"
-    return os_error(f"checkpoint {root/name} could not be written: {reason(e)}; {left}", e)
+    if renamed: return os_error(f"checkpoint {root/name} is in place, but not surely on the disk, or {root/'LATEST'} "
+                                f"does not name it yet: {system_message(e)}", e)
+    before = latest_checkpoint(root, lambda line: None)
+    go_on = f"the run can go on from {before.name}, which is whole" if before else "there is no whole one before it"
+    return os_error(f"checkpoint {root/name} could not be written: {system_message(e)}; {go_on}", e)
 
 # %% ../../nbs/run/01_checkpoint.ipynb #2751f369
 def prune(
@@ -179,20 +202,24 @@ def prune(
 )->list:     # names of those that were removed
     "Remove checkpoints inside tasks, except among the newest; what LATEST names and the tasks' ends always stay."
     if keep < 1: raise ValueError(f"keep must be at least 1, found {keep}")
-    root,gone = Path(root),[]; whole = [p for p in checkpoints(root) if not check_checkpoint(p, deep=False)]
-    stay = {p.name for p in whole[-keep:]} | {latest_name(root)}
-    for p in whole:
-        if not is_inside(p) or p.name in stay: continue
-        away = root/f".{p.name}.removing"; _remove(away)
-        os.replace(p, away); _remove(away, quiet=True); gone.append(p.name)
-    return gone
+    root = Path(root)
+    whole = [p for p in checkpoints(root) if not check_checkpoint(p, deep=False)]
+    kept = {p.name for p in whole[-keep:]} | {latest_name(root)}
+    surplus = [p for p in whole if is_inside(p) and p.name not in kept]
+    for p in surplus:
+        tmp = root/f".{p.name}.removing"
+        _remove(tmp)
+        os.replace(p, tmp)
+        _remove(tmp, quiet=True)
+    return [p.name for p in surplus]
 
 # %% ../../nbs/run/01_checkpoint.ipynb #81e8e0a9
 def clean(
     root # folder of all checkpoints; nobody may be writing there
 )->list: # names of what was removed or put back
     "Remove what a killed `save_checkpoint` or `prune` left, and put back what it had moved aside."
-    root = Path(root); names = [p.name for p in clean_temporary(root, deep=True)]
+    root = Path(root)
+    names = [p.name for p in clean_temporary(root, deep=True)]
     for p in sorted(root.glob(".*")):
         m = re.fullmatch(r"\.(.+)\.(writing|old|removing)", p.name)
         if not m: continue

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'RunBase', 'table', 'hosts', 'world_of', 'typed', 'value_of', 'make_config', 'owner_of',
            'settings_of', 'setting_value', 'from_page', 'check_values', 'check_settings', 'check_machine', 'count_gpus',
-           'with_folders', 'differences', 'read_config']
+           'with_folders', 'differences', 'read_config', 'refuse_twice', 'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, json, math, os
@@ -104,7 +104,7 @@ def make_config(
     types = {f.name: f.type for f in fields(cls)}
     values = {k: value_of(k, v, types[k]) for k,v in given.items() if k in types}
     load_plugins(values.get("plugins", ()))
-    settings = cls.settings(values) if len(values) < len(given) else {}
+    settings = cls.settings(values) if len(values) < len(given) and hasattr(cls, "settings") else {}
     for k,v in given.items():
         if k in types: continue
         place = owner_of(k, settings, types)
@@ -261,3 +261,32 @@ def read_config(
         return replace(config_from(cls, stored), run_dir=str(Path(run_dir).resolve()))  # it may have been moved
     except ValueError as e:
         raise ValueError(f"{path}: {e}. Take the file that the run wrote, or start in a new folder") from e
+
+# %% ../../nbs/run/07_config.ipynb #b070001e
+def refuse_twice():
+    "ValueError when the papermill command that runs this page gives a name twice in one place."
+    process = Path(f"/proc/{os.getppid()}")
+    try:
+        command = (process/"cmdline").read_bytes().decode().split("\0")[:-1]
+        twice = given_twice(command, process/"cwd") if any("papermill" in part for part in command[:4]) else []
+    except (OSError, ValueError): return
+    if twice: raise ValueError(f"given twice: {', '.join(twice)}; papermill would keep the last one, so give each once")
+
+def given_twice(
+    command:list, # words of a papermill command
+    folder="."    # in which it was called
+)->list:          # "NAME in FILE", "NAME in -p"
+    "Names that one file, one -y, or all -p together give twice."
+    import yaml
+    twice,names = [],[]
+    for option,word in zip(command, command[1:]):
+        if option in ("-p", "--parameters", "-r", "--parameters_raw"): names.append(word)
+        if option in ("-f", "--parameters_file"): twice += _repeated(yaml, Path(folder, word).read_text(), word)
+        if option in ("-y", "--parameters_yaml"): twice += _repeated(yaml, word, option)
+    return twice + [f"{name} in -p" for name in dict.fromkeys(names) if names.count(name) > 1]
+
+def _repeated(yaml, text:str, where:str)->list:
+    "Keys at the top of a YAML text that stand there twice."
+    node = yaml.compose(text)
+    keys = [key.value for key,_ in node.value] if isinstance(node, yaml.MappingNode) else []
+    return [f"{key} in {where}" for key in dict.fromkeys(keys) if keys.count(key) > 1]

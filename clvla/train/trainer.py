@@ -20,6 +20,7 @@ from ..data.loader import TaskLoader
 from ..policies.base import param_groups
 from ..policies.ema import EMA
 from .config import RunConfig
+from .zero import make_zero
 
 # %% ../../nbs/train/01_trainer.ipynb #b631e1da
 def lr_factor(
@@ -71,7 +72,6 @@ def make_engine(
 ):                 # an `Engine`, whose `model` is what the training forward calls
     "One process or DDP through accelerate, or DeepSpeed's ZeRO."
     if cfg.strategy != "ddp":
-        from clvla.train.zero import make_zero
         return make_zero(policy, optimizer, cfg, acc)
     return Engine(acc.prepare(policy), acc.prepare(optimizer), acc, cfg.clip or None)
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 from ...core.names import IMAGE, closest, require
-from ...core.files import os_error, read_json, reason, sha256, write_atomic, write_json
+from ...core.files import os_error, read_json, sha256, system_message, write_atomic, write_json
 from ..all import make_env
 from ..render import GL_LIBS, use_gl
 from .files import KNOWN, MODELS, TOPS, check_whole, digest, fingerprints, layout, states_fingerprint
@@ -103,7 +103,7 @@ def damaged(
     out = []
     for f,(size,mtime,expected) in index(root)["files"].items():
         try: s = os.stat(f"{root}/{f}")
-        except OSError as e: out.append(f"{root}/{f} is missing ({reason(e)}), expected sha256 {expected}"); continue
+        except OSError as e: out.append(f"{root}/{f} is missing ({system_message(e)}), expected sha256 {expected}"); continue
         if s.st_size == size and s.st_mtime_ns == mtime and not deep: continue
         found = sha256(root/f)
         if found != expected: out.append(f"{root}/{f} has changed: its sha256 is {found}, expected {expected}")
@@ -143,7 +143,7 @@ def lay_out(
                 _lay_out(p, new)
                 if root.exists(): shutil.rmtree(root)
                 new.rename(root)
-            except OSError as e: raise os_error(f"could not prepare {p} in {home()}: {reason(e)}", e) from e
+            except OSError as e: raise os_error(f"could not prepare {p} in {home()}: {system_message(e)}", e) from e
             finally: shutil.rmtree(new, ignore_errors=True)
         write_json(pointer(p), dict(root=str(root)))
     return root

@@ -51,12 +51,14 @@ def state_of(
         raise ValueError("the last two state numbers are not the two fingers, which lie opposite one another and "
                          f"within 4 cm (found up to {np.abs(f).max():.2f}); joint angles cannot be used here")
     if n == 9:
-        q = np.abs(state[:,3:7]); first = np.r_[True, np.diff(episode) != 0]
+        q = np.abs(state[:,3:7])
+        first = np.r_[True, np.diff(episode) != 0]
         if np.abs((q*q).sum(1)-1).max() > .02: raise ValueError("state numbers 4 to 7 are no unit quaternions")
         x = q[first].mean(0)
         if max(x[0], x[1]) < .9: raise ValueError("the order of the quaternion cannot be told: no hand points down")
         return "quat_xyzw" if x[0] > x[1] else "quat_wxyz"
-    r = state[:,3:6]; jump = (np.abs(np.diff(r[:,0])) > 4) & (np.diff(episode) == 0)
+    r = state[:,3:6]
+    jump = (np.abs(np.diff(r[:,0])) > 4) & (np.diff(episode) == 0)
     if not 1.5 < np.median(np.linalg.norm(r, axis=1)) < 5:
         raise ValueError("state numbers 4 to 6 are no axis-angle of a hand that points down")
     if jump.any():
@@ -85,7 +87,9 @@ def gripper_of(
 def _width_after(held, width, episode):
     "The median width of the fingers after eight steps of one value; None when that never happens."
     run = np.convolve(held, np.ones(8), "full")[:len(held)] == 8
-    at = np.flatnonzero(run)+1; at = at[at < len(width)]; at = at[episode[at] == episode[at-8]]
+    at = np.flatnonzero(run)+1
+    at = at[at < len(width)]
+    at = at[episode[at] == episode[at-8]]
     return float(np.median(width[at])) if len(at) else None
 
 # %% ../../../nbs/envs/libero/09_data.ipynb #d71f14da
@@ -144,7 +148,8 @@ def columns_of(
     info:dict # meta/info.json
 )->tuple:     # our state and action -> column, camera -> column
     "Which columns hold the state, the action and the cameras; ValueError when one of them is missing."
-    feats = info.get("features"); feats = feats if isinstance(feats, dict) else {}
+    feats = info.get("features")
+    feats = feats if isinstance(feats, dict) else {}
     named = {k: next((o for o in v if o in feats), None) for k,v in NAMES.items()}
     all_of = lambda v: [p+o for o in v for p in (IMAGES, "images.", "")]
     cams = {c: next((o for o in all_of(v) if o in feats), None) for c,v in CAMERAS.items()}
@@ -167,8 +172,11 @@ def recognise(
     said = dict(pictures=pictures, state=state, gripper=gripper)
     check_layout({k: v for k,v in said.items() if v is not None}, f"what was said of {path}")
     try:
-        columns,cams = columns_of(info); s,a,e = sample(path, columns)
-        state = state or state_of(s, e); check_action(s, a, e); gripper = gripper or gripper_of(s, a, e)
+        columns,cams = columns_of(info)
+        s,a,e = sample(path, columns)
+        state = state or state_of(s, e)
+        check_action(s, a, e)
+        gripper = gripper or gripper_of(s, a, e)
     except ValueError as x: raise ValueError(f"{path} cannot be used as a LIBERO data set: {x}. "
                                              + ASK.format(path=str(path), say="...")) from x
     pictures = pictures or ("rotated" if own_note(path) else known_pictures(path))
@@ -233,6 +241,7 @@ def as_libero(
         cams = asked
     return _unique([_as_one(o, which, seen, cams) for o in tasks])
 
+# %% ../../../nbs/envs/libero/09_data.ipynb #a5499315
 def _said(part)->list:
     "The instructions in a task's part of a data set; under `by_dataset` a task has several."
     texts = lerobot_tasks(part["path"])
@@ -241,7 +250,8 @@ def _said(part)->list:
 def _which(path, texts, suite):
     "Instruction -> (suite, name) of a data set's tasks."
     if (note := own_note(path)) and len(texts) == 1:
-        env = note["env"]; return {texts[0]: (env.get("suite"), env.get("name"))}
+        env = note["env"]
+        return {texts[0]: (env.get("suite"), env.get("name"))}
     say = ASK.format(path=path, say="'suite': 'libero_goal'")
     try: found = match(texts, suite, repository(path).lower())
     except ValueError as e: raise ValueError(f"{path}: {e}. {say}") from e
@@ -258,12 +268,14 @@ def _as_one(task, which, seen, cams):
     if lone := [p for p in parts if p["path"] not in which]:
         if len(lone) == len(parts): return task
         raise ValueError(f"{task.prompt!r} comes from a LIBERO data set and from another one; use one of them")
-    texts = [(p["path"], t) for p in parts for t in _said(p)]; meant = list(dict.fromkeys(which[p][t] for p,t in texts))
+    texts = [(p["path"], t) for p in parts for t in _said(p)]
+    meant = list(dict.fromkeys(which[p][t] for p,t in texts))
     if len(meant) > 1 and len({t for _,t in texts}) == 1:
         raise ValueError(f"{task.prompt!r} is meant as {meant[0]} and as {meant[1]} by two data sets")
     source = dict(kind="lerobot", parts=[{**p, "layout": _only(seen[p["path"]]["layout"], cams)} for p in parts])
     if len(meant) > 1 or meant[0] is None: return replace(task, source=source)
-    o = libero_task(*meant[0]); env = o.env if cams == ["front"] else {**o.env, "cameras": cams}
+    o = libero_task(*meant[0])
+    env = o.env if cams == ["front"] else {**o.env, "cameras": cams}
     return replace(o, prompt=task.prompt, env=env, source=source)
 
 def _only(layout, cams): return {**layout, "cameras": {IMAGES+c: layout["cameras"][IMAGES+c] for c in cams}}

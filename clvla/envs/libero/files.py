@@ -11,7 +11,7 @@ import functools, hashlib, os, re, stat, tarfile, zipfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 import numpy as np
-from ...core.files import os_error, reason, sha256
+from ...core.files import os_error, sha256, system_message
 from .states import BROKEN, HELP, SUITES, package, suite_states
 
 # %% ../../../nbs/envs/libero/01_files.ipynb #3a355e1f
@@ -104,7 +104,7 @@ def unpack(
             if total > LIMIT or n > COUNT:
                 raise ValueError(f"{archive} is refused: it would unpack to over {LIMIT >> 30} GB or {COUNT} files")
             extract(path=to)
-    except OSError as e: raise os_error(f"could not unpack {archive} to {to}: {reason(e)}", e) from e
+    except OSError as e: raise os_error(f"could not unpack {archive} to {to}: {system_message(e)}", e) from e
     except BROKEN as e:
         raise ValueError(f"{archive} is damaged or cut off ({e}): its sha256 is {sha256(archive)}, "
                          f"the known archive has {KNOWN_ARCHIVE}; fetch it again") from e

@@ -46,15 +46,21 @@ def state_only(
     xml:str # scene, MJCF
 )->str:
     "The scene without what is only looked at: visual meshes become small balls, textures one colour."
-    root = ET.fromstring(xml); assets = root.find("asset")
+    root = ET.fromstring(xml)
+    assets = root.find("asset")
     for g in root.iter("geom"):
         if _visual(g) and g.attrib.pop("mesh", None):
-            g.set("type", "sphere"); g.set("size", "0.001"); g.attrib.pop("material", None)
+            g.set("type", "sphere")
+            g.set("size", "0.001")
+            g.attrib.pop("material", None)
     used = {g.get("mesh") for g in root.iter("geom")}
     for m in assets.findall("mesh"):
         if m.get("name") not in used: assets.remove(m)
     for t in assets.findall("texture"):
-        if t.attrib.pop("file", None): t.set("builtin", "flat"); t.set("width", "2"); t.set("height", "2")
+        if t.attrib.pop("file", None):
+            t.set("builtin", "flat")
+            t.set("width", "2")
+            t.set("height", "2")
         if not t.get("type"): t.set("type", "2d")
     return ET.tostring(root, encoding="unicode")
 
@@ -84,7 +90,8 @@ def scene_filter(
     stock = MujocoEnv._initialize_sim
     def build(self, xml_string=None):
         self._xml_processor = change
-        stock(self, xml_string); m = self.sim.model
+        stock(self, xml_string)
+        m = self.sim.model
         self.untouched = m.body_pos.copy(),m.body_quat.copy(),m.site_rgba.copy()
     MujocoEnv._initialize_sim = build
     try: yield
@@ -96,7 +103,8 @@ def seeded(
     seed:int # below 2**32
 ):
     "numpy's global generator begins at `seed` inside, and is as it was afterwards."
-    old = np.random.get_state(); np.random.seed(seed)
+    old = np.random.get_state()
+    np.random.seed(seed)
     try: yield
     finally: np.random.set_state(old)
 
@@ -182,7 +190,9 @@ def __call__(self:FusedStep,
     "Move the world by one control step."
     import mujoco
     m,d,c,grip = self.m,self.d,self.c,self.robot.gripper
-    a = np.asarray(action, float); way = np.array([-1., 1.])*grip.speed*np.sign(a[6]); self.domain.timestep += 1
+    a = np.asarray(action, float)
+    way = np.array([-1., 1.])*grip.speed*np.sign(a[6])
+    self.domain.timestep += 1
     pos,R = d.site_xpos[self.site],d.site_xmat[self.site].reshape(3, 3)
     for i in range(self.n):
         mujoco.mj_step1(m, d)
@@ -190,8 +200,10 @@ def __call__(self:FusedStep,
         else:
             if i == 0:
                 c.ee_pos,c.ee_ori_mat,c.new_update = pos.copy(),R.copy(),False
-                c.set_goal(a[:6]); c.new_update = True
-            mujoco.mj_jacSite(m, d, self.jac[:3], self.jac[3:], self.site); mujoco.mj_fullM(m, self.mass, d.qM)
+                c.set_goal(a[:6])
+                c.new_update = True
+            mujoco.mj_jacSite(m, d, self.jac[:3], self.jac[3:], self.site)
+            mujoco.mj_fullM(m, self.mass, d.qM)
             e = np.concatenate([c.goal_pos-pos, self.turn(R, c.goal_ori)])
             tau = self.osc(self.jac[:,self.vi], np.ascontiguousarray(self.mass[np.ix_(self.vi, self.vi)]), e, self.kp,
                            self.kd, d.qpos[self.qi]-self.rest, d.qvel[self.vi], d.qfrc_bias[self.vi])
@@ -200,7 +212,8 @@ def __call__(self:FusedStep,
             d.ctrl[self.hand] = self.mid+self.half*grip.current_action
         mujoco.mj_step2(m, d)
         if tick is not None: tick()
-    self.domain.cur_time += self.domain.control_timestep; self.domain._post_process()
+    self.domain.cur_time += self.domain.control_timestep
+    self.domain._post_process()
     return bool(self.domain._check_success())
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #1050a0e2
@@ -229,7 +242,8 @@ class LiberoSim:
             (lambda xml: light(xml, root/"robosuite_lite"))
         if self.published: bind_contexts()
         self.domain = make_domain(suite, name, change, self.published, self.published)
-        m = self.domain.sim.model; n = 1+m.nq+m.nv
+        m = self.domain.sim.model
+        n = 1+m.nq+m.nv
         if (k := self.init.shape[1]) != n: raise ValueError(f"{suite}, {name}: an initial state has {k} numbers and "
             f"should have {n}; it belongs to another version of LIBERO: prepare the assets again")
 
@@ -252,23 +266,33 @@ def reset(self:LiberoSim,
     if self.published:
         with seeded(seed): self._place(True)
     if not (self.published and own):
-        m = e.sim.model; m.body_pos[:],m.body_quat[:],m.site_rgba[:] = e.untouched
+        m = e.sim.model
+        m.body_pos[:],m.body_quat[:],m.site_rgba[:] = e.untouched
         with seeded(seed): self._place(False)
     e.robots[0].gripper.current_action = np.zeros(1)
     if own: e.sim.set_state_from_flattened(self.init[trial])
-    e.sim.forward(); e._check_success(); e._post_process()
+    e.sim.forward()
+    e._check_success()
+    e._post_process()
     self.fused,self.watch,self.clock,self.sampled = FusedStep(e),False,(1+own)*e.model_timestep,True
-    for i in range(SETTLE): self.watch = i == SETTLE-1; self.step(NOOP)
+    for i in range(SETTLE):
+        self.watch = i == SETTLE-1
+        self.step(NOOP)
     self.watch = True
 
 @patch
 def _place(self:LiberoSim, hard):
     "robosuite's reset; LIBERO's sampler may fail to find places for everything, and is then asked again."
     from robosuite.utils.errors import RandomizationError
-    e = self.domain; e.hard_reset = hard
-    if hard: bootstrap(which=self.which); e.object_property_initializers = []
+    e = self.domain
+    e.hard_reset = hard
+    if hard:
+        bootstrap(which=self.which)
+        e.object_property_initializers = []
     for _ in range(100):
-        try: e.reset(); return
+        try:
+            e.reset()
+            return
         except RandomizationError: continue
     raise RuntimeError(f"{self.suite}, {self.name}: LIBERO's sampler found no place for its objects in 100 tries")
 
@@ -277,7 +301,8 @@ def axis_angle(
     quat # (4,) w, x, y, z, as MuJoCo has it
 ):       # (3,) axis times angle, radians, angle in [0, 2 pi)
     "The turn that a quaternion stands for, in the form that LIBERO's data sets have."
-    w = np.clip(quat[0], -1, 1); s = np.sqrt(1-w*w)
+    w = np.clip(quat[0], -1, 1)
+    s = np.sqrt(1-w*w)
     return np.zeros(3) if s < 1e-12 else quat[1:]*(2*np.arccos(w)/s)
 
 @patch
@@ -322,7 +347,8 @@ def draw(self:LiberoSim,
 @patch
 def _renderer(self:LiberoSim, camera, size):
     import mujoco
-    view = mujoco.MjvCamera(); view.type = mujoco.mjtCamera.mjCAMERA_FIXED
+    view = mujoco.MjvCamera()
+    view.type = mujoco.mjtCamera.mjCAMERA_FIXED
     view.fixedcamid = mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_CAMERA, CAMERAS[camera])
     r = FastRenderer(self.model, self.data, size, view, cell=self.cell, share=f"{self.suite}/{self.name}/{self.which}")
     r.option.geomgroup[0] = 0      # what can be touched is not drawn
@@ -344,7 +370,8 @@ def bind_contexts():
 @patch
 def _tick(self:LiberoSim):
     "Feel and look when robosuite's sensors do."
-    period = self.domain.control_timestep; self.clock += self.domain.model_timestep
+    period = self.domain.control_timestep
+    self.clock += self.domain.model_timestep
     if not self.sampled and period >= self.clock:
         self.felt,self.sampled = self.feel(),True
         self.seen = {c: self.draw(c, s) for c,s in self.views} if self.watch else {}
@@ -356,4 +383,6 @@ def close(self:LiberoSim):
     "Give everything back; the simulator is of no use afterwards."
     for r in self.renderers.values(): r.close()
     self.renderers = {}
-    if self.domain is not None: self.domain.close(); self.domain = None
+    if self.domain is not None:
+        self.domain.close()
+        self.domain = None

@@ -19,7 +19,8 @@ def reset_sim(
 )->np.ndarray:# (39,) the observation that `sim.seed(seed); sim.reset()` gives
     "Meta-World's reset from clean data, without the settling that is thrown away."
     from mujoco import mj_forward, mj_resetData
-    mj_resetData(sim.model, sim.data); mj_forward(sim.model, sim.data)
+    mj_resetData(sim.model, sim.data)
+    mj_forward(sim.model, sim.data)
     sim.seed(seed)
     sim._reset_hand = lambda steps=50: setattr(sim, "init_tcp", sim.tcp_center)
     try: sim.reset_model()
