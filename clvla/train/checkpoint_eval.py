@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EvalConfig', 'check_eval', 'points_of', 'check_starts', 'begin_eval', 'read_eval_config', 'eval_named', 'weights_of',
            'cells_of', 'stack_of', 'parts_of', 'gather', 'device_of', 'batch_of', 'left_out', 'eval_cl', 'clocked',
-           'arena_of', 'begin_queue', 'processor_of', 'try_checkpoint']
+           'arena_of', 'begin_queue', 'processor_of', 'stored_learner', 'try_checkpoint']
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #9ef5f775
 import os, time
@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 import torch
+from ..cl.all import make_algo
+from ..cl.base import prepare_stages
 from ..core.config import config_from, config_json
 from ..core.files import read_json, write_json
+from ..core.state import load_state
 from ..data.stats import Processor
 from ..data.streams import stream_from
 from ..envs.all import kind_of
@@ -250,7 +253,7 @@ def begin_queue(cfg:EvalConfig, out:RunFolder, points:list, stream, arena:Player
     records = _played_in_parts(cfg, plan)   # refused before anything is written
     write_plan(out.path, plan)
     if n := gather(out, records): say(f"{n} episodes were played in parts")
-    if word := arena.doubt(load_policy(points[-1]).to(device), processor_of(points[-1])): say(word)
+    if word := arena.doubt(stored_learner(points[-1])[0].to(device), processor_of(points[-1])): say(word)
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #7aed6a0b
 def processor_of(
@@ -259,9 +262,20 @@ def processor_of(
     "The processor that a checkpoint's policy was trained with."
     return Processor.from_json(read_json(path/"processor.json"), path/"processor.json")
 
+def stored_learner(
+    path # a checkpoint's folder
+)->tuple: # policy, algorithm
+    "The policy as the run's algorithm had prepared it, and the algorithm with what it remembers."
+    config,t = read_json(path/"config.json"),read_json(path/"position.json")["t"]
+    algo,stream = make_algo(config["algo"], config["seed"], **config["algo_kw"]),stream_from(read_json(path/"stream.json"))
+    policy = load_policy(path, prepare=lambda policy: prepare_stages(algo, policy, t, stream))
+    if (path/"algo.safetensors").exists(): algo.load_state_dict(load_state(path/"algo.safetensors"))
+    return policy,algo
+
 def try_checkpoint(cfg:EvalConfig, path:Path, stream, arena:Player, out:RunFolder, say, on_round=None, device="cpu"):
     "Evaluate one checkpoint and record its episodes."
-    policy,processor,old = load_policy(path).to(device),processor_of(path),out.episodes()
+    (policy,algo),processor,old = stored_learner(path),processor_of(path),out.episodes()
+    policy.to(device)
     (info,tasks),(a,b),t0 = cells_of(cfg, path, stream),part_of(cfg.part),time.monotonic()
     total = len(range(a, len(tasks)*cfg.n_trials, b)); got = [r for r in old if r["stage"] == info["stage"]]
     def note(r):
@@ -269,5 +283,6 @@ def try_checkpoint(cfg:EvalConfig, path:Path, stream, arena:Player, out:RunFolde
         emit(phase="evaluation", task=path.name, done=len(got), total=total, seconds=time.monotonic()-t0,
              success=sum(x["success"] for x in got)/len(got))
     trials = range(cfg.first_trial, cfg.first_trial+cfg.n_trials)
-    arena.evaluate(policy, processor, trials, cfg.seed, info, tasks, map(record_key, old), note, on_round=on_round)
+    arena.evaluate(policy, processor, trials, cfg.seed, info, tasks, map(record_key, old), note, on_round=on_round,
+                   algo=algo)
     say(f"{path.name}: {100*sum(r['success'] for r in got)/max(1, len(got)):.0f} % success over {len(got)} episodes")
