@@ -80,7 +80,7 @@ def test_the_clock_goes_on_after_a_stop(run, few):
 @pytest.mark.parametrize("k,v", [("torch", "1.0"), ("gl", "egl"), ("mujoco", "3.0"), ("device", "cuda")])
 def test_shares_of_other_stacks_are_not_merged(run, monkeypatch, k, v):
     real,have = ce.versions,{}; monkeypatch.setattr(ce, "versions", lambda: real() | have)
-    monkeypatch.setattr(ce, "load_policy", lambda path: NS(to=lambda device: None))
+    monkeypatch.setattr(ce, "load_policy", lambda path, **kw: NS(to=lambda device: None))
     def begin(part, device="cpu"):
         cfg = config(run, part=part); shutil.rmtree(cfg.folder, ignore_errors=True)
         ce.begin_queue(cfg, RunFolder(cfg.folder), *ce.points_of(cfg), NS(batch=8, doubt=lambda *a: ""), len, device)
@@ -106,8 +106,8 @@ def test_the_device_is_that_of_training(monkeypatch):
 def test_a_policy_is_tried_where_the_run_would_train(run, monkeypatch, device, gpu, want, word):
     "Episodes and doubts; a machine without a GPU is said."
     real,went,said = ce.load_policy,[],[]
-    def load(path):
-        p = real(path); p.to = lambda where: (went.append(where), p)[1]
+    def load(path, **kw):
+        p = real(path, **kw); p.to = lambda where: (went.append(where), p)[1]
         return p
     monkeypatch.setattr(ce, "load_policy", load); monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     write_json(run/"config.json", read_json(run/"config.json") | dict(device=device))
