@@ -7,7 +7,7 @@ __all__ = ['NEEDED', 'append_jsonl', 'read_jsonl', 'mend_jsonl', 'keep_records',
            'read_lock', 'this_process', 'versions', 'gl_now', 'Cost', 'peak_memory', 'descendants']
 
 # %% ../../nbs/run/00_folder.ipynb #a7d55087
-import fcntl, importlib.metadata, json, os, platform, shutil, stat, sys, time, traceback
+import fcntl, importlib.metadata, json, os, platform, shlex, shutil, stat, sys, time, traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from fastcore.basics import patch
@@ -62,7 +62,7 @@ def _record(path:Path, number:int, line:bytes)->dict:
     rest = ("the run plays that episode again, or takes it from its newest checkpoint (episodes.json)"
             if path.name.startswith("episodes") else "one point of the curves is then missing")
     raise ValueError(f"line {number} of {path} is damaged: {line[:60].decode(errors='replace')!r} is no record. Take it out "
-                     f"(sed -i {number}d '{path}') and start the same command again; {rest}")
+                     f"({shlex.join(['sed', '-i', f'{number}d', str(path)])}) and start the same command again; {rest}")
 
 # %% ../../nbs/run/00_folder.ipynb #a8689c55
 def mend_jsonl(
