@@ -22,8 +22,8 @@ from .plots import small
 from .stats import final, metric_intervals, paired, seed_intervals, t_interval
 
 # %% ../../nbs/eval/06_compare.ipynb #5ceaa357
-REPEAT = ("seed", "run_dir", "data_dir", "n_workers", "videos", "machines", "timeout", "detached", "save_every",
-          "save_minutes", "keep") # settings in which repetitions may differ
+REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "videos", "machines", "timeout", "detached",
+          "save_every", "save_minutes", "keep") # settings in which repetitions may differ
 
 @dataclass(frozen=True)
 class Run:

@@ -99,6 +99,9 @@ class Evaluation:
     @property
     def elsewhere(self)->bool: return bool(self.cfg.suite or self.cfg.chosen)
     @property
+    def home(self)->Path: # folder whose `stream.json` has the matrix's rows and columns
+        return self.cfg.folder if self.elsewhere else Path(self.cfg.run_dir)
+    @property
     def cameras(self): # of another stream's environments: those of the policy
         return cameras_of(self.points[-1]) if self.cfg.suite else None
 

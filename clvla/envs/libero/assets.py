@@ -82,6 +82,7 @@ def _states(given, folder:Path):
         np.savez_compressed(folder/f"{s}.npz", **arrays)
     return {f.name: sha256(f) for f in sorted(folder.iterdir())},prints
 
+# %% ../../../nbs/envs/libero/03_assets.ipynb #d49d6b1b
 @functools.lru_cache
 def _index(file, mtime):
     try: return read_json(file)
