@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clvla.core.names import IMAGE, IMAGES, N_ACTIONS, STATE
+from clvla.core import plugins
 from clvla.core.plugins import load_plugins
 from clvla.envs.pool import EnvPool, recv, send
 
@@ -436,7 +437,7 @@ def test_discrete_actions_that_an_environment_lacks_never_reach_it():
         with pytest.raises(ValueError, match="action_dim 2, the pool 1"): all_of(pool)
 
 OLD = """
-import os, sys
+import sys
 from clvla.envs.all import kinds
 from clvla.envs.dot import Dot
 from clvla.envs.kind import Kind
@@ -445,7 +446,7 @@ class Old(Dot):
     def __init__(self, spec, image_size=8, seed=0):
         loaded = sorted({"torch", "fastcore", "plotly"} & set(sys.modules))
         super().__init__({"goal": [0, 0], "prompt": f"{sys.executable} {loaded}", **spec}, image_size, seed)
-kinds["old"] = Kind(label="an old simulator", env=Old, python=os.environ["OLD_PYTHON"])
+kinds["old"] = Kind(label="an old simulator", env=Old, python=PYTHON)
 """
 
 def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkeypatch):
@@ -455,7 +456,9 @@ def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkey
     for name in ("numpy", "numpy.libs"):
         if (source := Path(np.__file__).parents[1]/name).exists(): (site/name).symlink_to(source)
     python,plugin = str(tmp_path/"old/bin/python"),tmp_path/"old_plugin.py"
-    plugin.write_text(OLD); monkeypatch.setenv("OLD_PYTHON", python); load_plugins([str(plugin)])
+    plugin.write_text(f"PYTHON = {python!r}\n{OLD}")
+    monkeypatch.setattr(plugins, "_loaded", dict(plugins._loaded))      # later tests' workers do not load it
+    load_plugins([str(plugin)])
     sp = [{"kind": k, "name": n} for k,n in (("old", "left"), ("dot", "left"), ("old", "up"))]
     with EnvPool(sp, 1, image_size=8, H=4) as pool:
         assert [w.slots for w in pool._workers] == [[1], [0, 2]] and [w.python for w in pool._workers] == [None, python]

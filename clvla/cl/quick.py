@@ -53,7 +53,8 @@ def quick_stream(
         x = rng.normal(size=(n, 8))
         actions = torch.tensor(np.tanh(x@maps[k]), dtype=torch.float32).view(n, H, A)
         name = np.tile(2*np.eye(n_tasks)[k], (n, 1))
-        return {STATE: torch.tensor(np.hstack([x, name]), dtype=torch.float32), ACTION: actions, PAD: torch.zeros(n, H, dtype=torch.bool), PROMPT: [f"do {ids[k]}"]*n,
+        state = torch.tensor(np.hstack([x, name]), dtype=torch.float32)
+        return {STATE: state, ACTION: actions, PAD: torch.zeros(n, H, dtype=torch.bool), PROMPT: [f"do {ids[k]}"]*n,
                 TASK_ID: [ids[k]]*n, INDEX: torch.arange(n)}
     train,test = (QuickData({i: frames(k, n) for k,i in enumerate(ids)}) for n in (n_frames, 200))
     return QuickStream(ids, train, test)
@@ -168,7 +169,8 @@ def quick_task(
     B:int=32      # batch
 ):
     "Train one task of the stream."
-    ctx,algo = loop.ctx,algo or CLAlgorithm()
+    ctx = loop.ctx
+    algo = algo or CLAlgorithm()
     ids = ctx.stream.ids
     ctx.t,ctx.task_id,ctx.step = t,ids[t],0
     quick_prepare(algo, loop)
@@ -184,7 +186,8 @@ def quick_losses(
     algo=None  # whose `eval_policy` surrounds the evaluation of a task
 )->np.ndarray: # (K,) mean loss on the test frames of each task
     "How well each task is done now; the noise is always the same."
-    ctx,algo = loop.ctx,algo or CLAlgorithm()
+    ctx = loop.ctx
+    algo = algo or CLAlgorithm()
     def loss(i):
         b = ctx.stream.test.fetch(i, range(200))
         noise,time = ctx.policy.draw(200, torch_rng(0, "quick test", i))

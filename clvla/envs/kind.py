@@ -21,7 +21,7 @@ class Kind:
     entries = None      # what its specs may hold besides `SPEC`: names, or name -> type; None = what `env.entries` says
     heavy = False       # its environments weigh hundreds of megabytes, so they share a queue instead of owning a row
     defaults = dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max", head="flow",
-                    chunk=8) # settings that suit it
+                    chunk=8, lr=1e-3) # settings that suit it
     recipe = dict(noise=.15, tail=4, fps=10) # how demonstrations are recorded: arguments of `make_demos`
     n_starts = None     # trials below it are the benchmark's own initial states
     hints = {}          # names that people try as a stream -> what to tell them

@@ -182,7 +182,7 @@ def check_labels(
                          "policy with the largest n_actions of the stream, and leave discrete actions unnormalised")
     return label
 
-# %% ../../nbs/policies/01_heads.ipynb #a9839911
+# %% ../../nbs/policies/01_heads.ipynb #d3a46cd5
 heads = Registry("head", flow=FlowHead, l1=L1Head, discrete=DiscreteHead)
 
 def make_head(
@@ -209,5 +209,5 @@ def check_head(
                          "use head 'flow' or 'l1' where actions are numbers")
     check_count(who, "n_actions", n_actions, least=2)
     if action_dim != 1:
-        raise ValueError(f"policy {who}: a discrete action is one index, found action_dim {action_dim}; use head 'flow' "
-                         "or 'l1' for actions of several numbers")
+        raise ValueError(f"policy {who}: a discrete action is one index, found action_dim {action_dim}; use head "
+                         "'flow' or 'l1' for actions of several numbers")
