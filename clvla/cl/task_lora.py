@@ -21,13 +21,13 @@ class Adapted(nn.Module):
         super().__init__()
         like = dict(bias=False, device=base.weight.device, dtype=base.weight.dtype)
         self.base,self.scale = base,alpha/rank
-        self.lora_A = nn.utils.skip_init(nn.Linear, base.in_features, rank, **like)
-        self.lora_B = nn.utils.skip_init(nn.Linear, rank, base.out_features, **like)
-        start = nn.init.kaiming_uniform_(torch.empty(self.lora_A.weight.shape), a=math.sqrt(5), generator=generator)
-        self.lora_A.weight.data.copy_(start)
-        nn.init.zeros_(self.lora_B.weight)
+        self.A = nn.utils.skip_init(nn.Linear, base.in_features, rank, **like)
+        self.B = nn.utils.skip_init(nn.Linear, rank, base.out_features, **like)
+        start = nn.init.kaiming_uniform_(torch.empty(self.A.weight.shape), a=math.sqrt(5), generator=generator)
+        self.A.weight.data.copy_(start)
+        nn.init.zeros_(self.B.weight)
 
-    def forward(self, x): return self.base(x) + self.lora_B(self.lora_A(x))*self.scale
+    def forward(self, x): return self.base(x) + self.B(self.A(x))*self.scale
 
 def add_adapters(
     policy,      # changed in place
