@@ -410,3 +410,15 @@ def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot
     assert same(*(read_tensors(path)[0] for path in last))
     again = episodes(RunFolder(eval_cl(EvalConfig(run_dir=str(whole.path), n_trials=2, n_workers=1), len).path))
     assert again == own
+
+def test_the_trunk_rounds_alike_before_and_after_it_is_frozen():
+    algo,policy,batch = TaskLoRA(4),tiny("flow"),robot_batch("flow")
+    noise = torch.randn(6, 4, 4, generator=torch_rng(0, "chunk"))
+    def played():
+        with algo.eval_policy(policy, "a"): return policy.predict_chunk(batch, noise=noise)
+    algo.prepare(policy, 0, STREAM)
+    algo.live = "a"
+    first = played()
+    algo.prepare(policy, 1, STREAM)
+    algo.live = "b"
+    assert torch.equal(played(), first) and all(p.requires_grad for p in policy.head.parameters())

@@ -73,10 +73,14 @@ class TaskLoRA(CLAlgorithm):
 
     @contextmanager
     def eval_policy(self, policy, task_id):
+        trained = [p for p in policy.parameters() if p.requires_grad]
         now = set_of(policy) if self.start and task_id != self.live else {}
         if now: put(policy, self.sets.get(task_id, self.start))
+        for p in trained: p.requires_grad_(False) # torch multiplies frozen weights in another order of sums: always so
         try: yield
-        finally: put(policy, now)
+        finally:
+            for p in trained: p.requires_grad_(True)
+            put(policy, now)
 
     def eval_key(self, task_id):
         if not self.start or task_id == self.live: return "live"
