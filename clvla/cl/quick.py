@@ -8,7 +8,7 @@ __all__ = ['QuickStream', 'QuickData', 'quick_stream', 'QuickLoader', 'QuickPoli
            'quick_compare', 'first_task', 'plot_forgetting']
 
 # %% ../../nbs/cl/04_quick.ipynb #9054332e
-import hashlib, json, os, sys
+import ast, hashlib, json, os, sys
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -18,7 +18,7 @@ from .base import CLAlgorithm, CLContext, call_hook, scope_ids
 from .buffer import gather
 from .engine import Engine, Loop, cl_step
 from ..core.batch import rng_state, take, torch_rng
-from ..core.files import read_json, sha256, write_json
+from ..core.files import read_json, write_json
 from ..core.names import ACTION, INDEX, PAD, PROMPT, STATE, TASK_ID
 from ..core.seeds import np_rng
 
@@ -56,7 +56,8 @@ def quick_stream(
         x = rng.normal(size=(n, 8))
         actions = torch.tensor(np.tanh(x@maps[k]), dtype=torch.float32).view(n, H, A)
         name = np.tile(2*np.eye(n_tasks)[k], (n, 1))
-        return {STATE: torch.tensor(np.hstack([x, name]), dtype=torch.float32), ACTION: actions, PAD: torch.zeros(n, H, dtype=torch.bool), PROMPT: [f"do {ids[k]}"]*n,
+        state = torch.tensor(np.hstack([x, name]), dtype=torch.float32)
+        return {STATE: state, ACTION: actions, PAD: torch.zeros(n, H, dtype=torch.bool), PROMPT: [f"do {ids[k]}"]*n,
                 TASK_ID: [ids[k]]*n, INDEX: torch.arange(n)}
     train,test = (QuickData({i: frames(k, n) for k,i in enumerate(ids)}) for n in (n_frames, 200))
     return QuickStream(ids, train, test)
@@ -172,7 +173,8 @@ def quick_task(
     B:int=32      # batch
 ):
     "Train one task of the stream."
-    ctx,algo = loop.ctx,algo or CLAlgorithm()
+    ctx = loop.ctx
+    algo = algo or CLAlgorithm()
     ids = ctx.stream.ids
     ctx.t,ctx.task_id,ctx.step,ctx.n_steps = t,ids[t],0,steps
     quick_prepare(algo, loop)
@@ -188,7 +190,8 @@ def quick_losses(
     algo=None  # whose `eval_policy` surrounds the evaluation of a task
 )->np.ndarray: # (K,) mean loss on the test frames of each task
     "How well each task is done now; the noise is always the same."
-    ctx,algo = loop.ctx,algo or CLAlgorithm()
+    ctx = loop.ctx
+    algo = algo or CLAlgorithm()
     def loss(i):
         b = ctx.stream.test.fetch(i, range(200))
         noise,time = ctx.policy.draw(200, torch_rng(0, "quick test", i))
@@ -226,14 +229,15 @@ def plain(
 
 def sources(
     classes # where to begin
-)->dict:    # module -> SHA-256 of its source
+)->dict:    # module -> SHA-256 of its code
     "The modules of clvla that some classes come from, and those that these import from."
     todo,hashes = [c.__module__ for cls in classes for c in cls.__mro__],{}
     while todo:
         name = todo.pop()
         if name in hashes or not name.startswith("clvla."): continue
         module = sys.modules[name]
-        hashes[name] = sha256(module.__file__)
+        code = ast.dump(ast.parse(Path(module.__file__).read_text()))  # comments do not count
+        hashes[name] = hashlib.sha256(code.encode()).hexdigest()
         todo += [place for x in vars(module).values() if isinstance(place := getattr(x, "__module__", None), str)]
     return dict(sorted(hashes.items()))
 

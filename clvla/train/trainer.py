@@ -89,7 +89,8 @@ class Trainer:
         acc=None       # from `make_accelerator`; made here if None
     ):
         self.cfg,self.stream,self.data,self.policy,self.algo = cfg,stream,data,policy,algo
-        self.log,self.progress = log or (lambda **r: None),progress or (lambda **e: None)
+        self.log = log or (lambda **record: None)
+        self.progress = progress or (lambda **event: None)
         self.acc = acc or make_accelerator(cfg)
         self.rank,self.world = self.acc.process_index,self.acc.num_processes
         self.noise = torch_rng(cfg.seed, "train", "noise")
