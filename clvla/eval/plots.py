@@ -163,6 +163,7 @@ def page_html(
         output["data"] = {"text/html": figure_html(output["data"][PLOTLY])}
     exporter = HTMLExporter(require_js_url="", mathjax_url="", mermaid_js_url="", embed_images=True)
     body,_ = exporter.from_notebook_node(nb, dict(metadata=dict(path=str(Path(page).parent), name=Path(page).stem)))
+    body = body.replace('<script src=""></script>', "")   # nbconvert's, for the addresses that were left out
     if plotly_script() not in body: body = body.replace("</head>", plotly_script()+"</head>", 1)
     return write_atomic(path, lambda tmp: Path(tmp).write_text(body, encoding="utf-8"))
 

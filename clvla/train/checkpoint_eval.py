@@ -136,9 +136,10 @@ def weights_of(
 
 def cells_of(cfg:EvalConfig, path:Path, stream)->tuple:
     "What a checkpoint is: the head of its records, and the ids of the tasks that it is tried on."
-    at = read_json(path/"position.json"); ids = [s.task.id for s in stream.stages]
-    upto = len(ids) if cfg.evaluate == "full" or at["name"] == "joint" else at["t"]+1
-    return dict(stage=at["t"], after=at["name"], step=None),list(dict.fromkeys(ids[:upto]))
+    position = read_json(path/"position.json")
+    everything = cfg.evaluate == "full" or position["name"] == "joint"
+    ids = stream.ids if everything else stream.tried(position["t"])
+    return dict(stage=position["t"], after=position["name"], step=None),ids
 
 def stack_of(stream, device:str)->dict: # values for a plan
     "Versions and devices that decide the last bits of a stream's episodes."
