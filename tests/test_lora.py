@@ -193,7 +193,7 @@ def test_algorithms_train_adapters_and_nothing_that_is_frozen(name, kw, pretrain
         assert float(ctx.penalty.detach()) > 0
 
 def test_mirs_look_aside_leaves_every_weight_as_it_was():
-    p = add_lora(small(), 2); ctx = cl_context(p); cl_task(make_algo("sequential", 0), ctx, 0)
+    p = add_lora(small(), 2); loop = cl_context(p); ctx = loop.ctx; cl_task(make_algo("sequential", 0), loop, 0)
     loss_of(p, make_batch(7), torch_rng(7, "grad"))[0].backward()   # a gradient stands, as it does between backward and step
     gradients = lambda: {k: q.grad.clone() for k,q in p.named_parameters() if q.grad is not None}
     before,grads,state = bits(p),gradients(),torch.get_rng_state(); assert grads.keys() == bits(p, False).keys()

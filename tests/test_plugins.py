@@ -25,7 +25,7 @@ from clvla.data.streams import Stream, Task
 from clvla.envs.all import kinds, streams
 from clvla.envs.dot import Dot
 from clvla.envs.kind import Kind
-from clvla.eval.metrics import record_metrics
+from clvla.eval.metrics import metrics
 from clvla.policies.all import policies
 from clvla.policies.tiny import Tiny
 
@@ -41,10 +41,10 @@ policies["small"] = Small
 kinds["spot"] = Kind(label="the spot", env=Dot, defaults=dict(image_size=32, n_demos=3, steps_per_task=8))
 task = lambda name: Task(name, name, f"go {name}", dict(kind="spot", name=name, max_steps=20), dict(kind="demos"))
 streams["spots"] = Stream("spots", [task("left"), task("up")])
-record_metrics["steps"] = lambda records, stages, ids: sum(r["steps"] for r in records)/100/len(records)
+metrics["steps"] = lambda records, stages, ids: sum(r["steps"] for r in records)/100/len(records)
 
 note = dict(pid=os.getpid(), rank=os.environ.get("RANK"), argv=sys.argv, file=__file__,
-            names=["mine" in algos, "small" in policies, "spot" in kinds, "spots" in streams, "steps" in record_metrics])
+            names=["mine" in algos, "small" in policies, "spot" in kinds, "spots" in streams, "steps" in metrics])
 if "PLUGIN_NOTES" in os.environ:
     with open(os.environ["PLUGIN_NOTES"], "a") as f: f.write(json.dumps(note)+"\\n")
 '''

@@ -19,6 +19,7 @@ from ..cl.engine import Engine, Loop, cl_step
 from ..data.loader import TaskLoader
 from ..policies.base import param_groups
 from ..policies.ema import EMA
+from ..run.config import device_of
 from .config import RunConfig
 from .zero import make_zero
 
@@ -62,7 +63,7 @@ def make_accelerator(
     # one run after another, in other precisions
     if int(os.environ.get("WORLD_SIZE", 1)) == 1: AcceleratorState._reset_state(True)
     wait = InitProcessGroupKwargs(timeout=timedelta(minutes=cfg.timeout))
-    return Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision=cfg.precision,
+    return Accelerator(cpu=device_of(cfg.device) == "cpu", mixed_precision=cfg.precision,
                        kwargs_handlers=[wait])
 
 def make_engine(
