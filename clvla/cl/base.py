@@ -86,6 +86,8 @@ class Process:
     rank,world = 0,1
     def autocast(self): return nullcontext()
     def reduce(self, x:Tensor)->Tensor: return x
+    def moments(self, p)->dict: return {}
+    def whole(self, write:bool=False, run:bool=False): return nullcontext()
 
 @dataclass(kw_only=True)
 class CLContext:
@@ -98,6 +100,7 @@ class CLContext:
     task_id:str|None = None        # id of the current task
     t:int = 0                      # stage of the stream, 0-based
     step:int = 0                   # updates made in this stage
+    n_steps:int = 0                # updates that this stage has in all
     batch_size:int = 0             # B, samples of one micro-batch, over all processes
     task_batch:dict|None = None    # the current samples (of this process)
     batch:dict|None = None         # the batch that is trained on
@@ -147,6 +150,16 @@ def params(self:CLContext)->dict:
 def forward(self:CLContext, batch, **kw)->tuple:
     "Loss and outputs of the policy, in the precision of training; `kw` as in `policy.forward`."
     with self._engine.autocast(): return self.policy(batch, **kw)
+
+@patch
+def moments(self:CLContext, p)->dict:
+    "The optimizer's moments of a parameter, as in {exp_avg, exp_avg_sq, step}; {} before its first update."
+    return self._engine.moments(p)
+
+@patch
+def writing(self:CLContext):
+    "Around code that writes weights: the engine takes over what stands there afterwards."
+    return self._engine.whole(write=True)
 
 # %% ../../nbs/cl/00_base.ipynb #5c33c860
 @patch

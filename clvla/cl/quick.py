@@ -30,6 +30,9 @@ class QuickStream:
     train:"QuickData"
     test:"QuickData"
 
+    @property
+    def stages(self)->tuple: return self.ids # every task comes once
+
 class QuickData:
     "Frames of several tasks in memory, read like the real ones."
     def __init__(self, tasks:dict): self.tasks = tasks # task id -> batch of all its frames
@@ -110,6 +113,7 @@ class QuickPolicy(nn.Module):
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=g)/p.shape[-1]**.5 if p.dim() > 1 else torch.zeros(p.shape)
 
+    def lora_targets(self)->list: return ["net.0", "net.2", "net.4"]
     def draw(self, B, generator):
         "(B,n,H,A) noise and (B,n) time; None for a head that needs none."
         if self.head != "flow": return None, None
@@ -172,7 +176,7 @@ def quick_task(
     ctx = loop.ctx
     algo = algo or CLAlgorithm()
     ids = ctx.stream.ids
-    ctx.t,ctx.task_id,ctx.step = t,ids[t],0
+    ctx.t,ctx.task_id,ctx.step,ctx.n_steps = t,ids[t],0,steps
     quick_prepare(algo, loop)
     ctx.loader = QuickLoader(ctx.data, scope_ids(algo.scope, ids, t), ctx.seed, f"stage {t}")
     call_hook(algo, "on_task_start", ctx)
@@ -282,7 +286,8 @@ def plot_forgetting(
 ):          # a plotly figure
     "Loss on the first task after each task: median line, and the range over seeds as a band."
     import plotly.graph_objects as go
-    fig,colors = go.Figure(),["#636EFA", "#EF553B", "#00CC96", "#AB63FA", "#FFA15A", "#19D3F3"]
+    fig,colors = go.Figure(),["#636EFA", "#EF553B", "#00CC96", "#AB63FA", "#FFA15A", "#19D3F3", "#FF6692", "#7F7F7F",
+                              "#8C564B", "#BCBD22", "#2E4057"]
     for c,(name,L) in zip(colors, first_task(Rs).items()):
         x = [f"after task {k+1}" for k in range(L.shape[1])]
         fig.add_scatter(x=x+x[::-1], y=[*L.max(0), *L.min(0)[::-1]], fill="toself", fillcolor=c, opacity=.15,

@@ -163,7 +163,7 @@ def begin(self:Trainer,
     "Make loader, context and average of a stage."
     loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
     ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
-                    task_id=name, t=t)
+                    task_id=name, t=t, n_steps=self.n_steps)
     self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
     self.ema = EMA(self.policy, self.cfg.ema) if self.cfg.ema else None
 
@@ -181,6 +181,7 @@ def fit(self:Trainer,
         self.begin(t, task_ids, name)
         call_hook(algo, "on_task_start", self.ctx)
     ctx,first,t0 = self.ctx,self.ctx.step,time.monotonic()
+    ctx.n_steps = n_steps
     self.policy.train()
     while ctx.step < n_steps:
         if self.between: self.between()
