@@ -3,7 +3,7 @@ from copy import deepcopy
 import pytest, torch
 from clvla.core.batch import rng_state, set_rng_state, take, torch_rng
 from clvla.core.names import ACTION, IMAGE, N_ACTIONS, PAD, PROMPT, STATE
-from clvla.core.state import load_state, save_state
+from clvla.core.state import load_state, read_tensors, save_state
 from clvla.cl.agem import AGEM, dot, project
 from clvla.cl.all import algos, make_algo
 from clvla.cl.base import CLContext, Compose, Process, call_hook, flat, prepare_stages
@@ -378,3 +378,47 @@ def test_settings_that_cannot_work_are_named(name, settings, message):
 def test_five_on_the_menu_forget_less_than_fine_tuning(name):
     plain,algo = (quick_run(a, STREAM, steps=40) for a in (Sequential(), make_algo(name)))
     assert algo[2, 0] < plain[2, 0] and name in algos
+
+@pytest.fixture(scope="module")
+def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
+
+@pytest.mark.parametrize("name", ["packnet", "task_lora"])
+def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
+    "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
+    from clvla.run.folder import RunFolder
+    from clvla.train.checkpoint_eval import EvalConfig, eval_cl
+    from clvla.train.config import RunConfig, resolve
+    from clvla.train.learner import train_cl
+    from clvla.train.trainer import Trainer
+    def config(run_dir): return resolve(RunConfig(algo=name, suite="dot_2", n_demos=3, steps_per_task=9, warmup=1, batch_size=8, n_trials=2, n_workers=1,
+        image_size=32, chunk=4, save_every=4, model_kw=dict(D=32, n_blocks=1), run_dir=str(tmp_path/run_dir), data_dir=str(dot_data)))
+    def episodes(folder): return {(r["stage"], r["task"], r["trial"]): (r["success"], r["steps"], r["reward"]) for r in folder.episodes()}
+    whole = train_cl(config("whole"), say=len)
+    own = episodes(RunFolder(whole.path))
+    assert len(own) == 6 and all(own[0, i, n] == own[1, i, n] for _,i,n in own if (0, i, n) in own)
+    real = Trainer.report
+    def lost(self, ctx, *args):
+        real(self, ctx, *args)
+        if (ctx.t, ctx.step) == (1, 6): raise RuntimeError("lost")
+    monkeypatch.setattr(Trainer, "report", lost)
+    with pytest.raises(RuntimeError, match="lost"): train_cl(config("stopped"), say=len)
+    monkeypatch.setattr(Trainer, "report", real)
+    said = []
+    stopped = train_cl(config("stopped"), say=said.append)
+    assert any("continued after 001+000004" in line for line in said) and episodes(RunFolder(stopped.path)) == own
+    last = [sorted((folder.path/"checkpoints").glob("001-*"))[-1]/"weights.safetensors" for folder in (whole, stopped)]
+    assert same(*(read_tensors(path)[0] for path in last))
+    again = episodes(RunFolder(eval_cl(EvalConfig(run_dir=str(whole.path), n_trials=2, n_workers=1), len).path))
+    assert again == own
+
+def test_the_trunk_rounds_alike_before_and_after_it_is_frozen():
+    algo,policy,batch = TaskLoRA(4),tiny("flow"),robot_batch("flow")
+    noise = torch.randn(6, 4, 4, generator=torch_rng(0, "chunk"))
+    def played():
+        with algo.eval_policy(policy, "a"): return policy.predict_chunk(batch, noise=noise)
+    algo.prepare(policy, 0, STREAM)
+    algo.live = "a"
+    first = played()
+    algo.prepare(policy, 1, STREAM)
+    algo.live = "b"
+    assert torch.equal(played(), first) and all(p.requires_grad for p in policy.head.parameters())

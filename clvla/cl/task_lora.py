@@ -21,13 +21,13 @@ class Adapted(nn.Module):
         super().__init__()
         like = dict(bias=False, device=base.weight.device, dtype=base.weight.dtype)
         self.base,self.scale = base,alpha/rank
-        self.lora_A = nn.utils.skip_init(nn.Linear, base.in_features, rank, **like)
-        self.lora_B = nn.utils.skip_init(nn.Linear, rank, base.out_features, **like)
-        start = nn.init.kaiming_uniform_(torch.empty(self.lora_A.weight.shape), a=math.sqrt(5), generator=generator)
-        self.lora_A.weight.data.copy_(start)
-        nn.init.zeros_(self.lora_B.weight)
+        self.A = nn.utils.skip_init(nn.Linear, base.in_features, rank, **like)
+        self.B = nn.utils.skip_init(nn.Linear, rank, base.out_features, **like)
+        start = nn.init.kaiming_uniform_(torch.empty(self.A.weight.shape), a=math.sqrt(5), generator=generator)
+        self.A.weight.data.copy_(start)
+        nn.init.zeros_(self.B.weight)
 
-    def forward(self, x): return self.base(x) + self.lora_B(self.lora_A(x))*self.scale
+    def forward(self, x): return self.base(x) + self.B(self.A(x))*self.scale
 
 def add_adapters(
     policy,      # changed in place
@@ -73,10 +73,14 @@ class TaskLoRA(CLAlgorithm):
 
     @contextmanager
     def eval_policy(self, policy, task_id):
+        trained = [p for p in policy.parameters() if p.requires_grad]
         now = set_of(policy) if self.start and task_id != self.live else {}
         if now: put(policy, self.sets.get(task_id, self.start))
+        for p in trained: p.requires_grad_(False) # torch multiplies frozen weights in another order of sums: always so
         try: yield
-        finally: put(policy, now)
+        finally:
+            for p in trained: p.requires_grad_(True)
+            put(policy, now)
 
     def eval_key(self, task_id):
         if not self.start or task_id == self.live: return "live"

@@ -82,7 +82,7 @@ class Queue:
         tasks,      # with `id`
         trials,     # trial numbers, the same for every task
         skip,       # an episode is left out where `skip(task_id, trial)`
-        part=(0,1)  # which share: number a of b
+        part=(0,1)  # which part: number a of b
     ):
         a,b = part
         episodes = [(t.id, int(i)) for t in tasks for i in trials]
@@ -102,11 +102,11 @@ class Queue:
 def part_of(
     text:str # "a/b", as in "0/4"
 )->tuple:    # (a, b)
-    "Which share of the episodes is meant; ValueError for one that cannot be."
+    "Which part of the episodes is meant; ValueError for one that cannot be."
     a,_,b = str(text).partition("/")
     plain = a.isdecimal() and b.isdecimal() and str(text) == f"{int(a)}/{int(b)}"  # '0/04' would be another folder
     if not (plain and int(a) < int(b)):
-        raise ValueError("part is 'a/b', share a of b with a counted from 0 and below b, without leading zeros, as in "
+        raise ValueError("part is 'a/b', number a of b with a counted from 0 and below b, without leading zeros, as in "
                          f"'0/4'; found {text!r}")
     return int(a),int(b)
 
@@ -214,7 +214,7 @@ class Player:
         rank:int=0,       # which process this is
         world:int=1,      # of how many that share the episodes
         batch:int=0,      # rows of a policy call of a queue; 0: a queue for heavy simulators, else lists of their own
-        part=(0,1),       # share of the episodes; one that is not all of them makes a queue
+        part=(0,1),       # part of the episodes, number a of b; one that is not all of them makes a queue
         cameras=None,     # names; None: those that each environment's spec says
         rows:int=0,       # of a queue; 0: two for each worker
         make_pool=EnvPool,# what holds the environments
@@ -395,7 +395,7 @@ def evaluate(self:Player,
     on_round=None,   # called before each policy call, and while simulators keep us waiting; may raise
     algo=None        # its `eval_key(task_id)` groups rows, its `eval_policy(policy, task_id)` changes the policy for them
 )->list:             # the new records of this process, by task and trial
-    "Evaluate the policy on all episodes of our share; same seed, same records, whatever the schedule."
+    "Evaluate the policy on all episodes of our part; same seed, same records, whatever the schedule."
     order,done = [t.id for t in self.tasks],set(done)
     ids = order if ids is None else list(ids)
     for task_id in ids:

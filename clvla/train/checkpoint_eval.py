@@ -25,7 +25,7 @@ from ..data.stats import Processor
 from ..data.streams import Stream, stream_from, stream_json
 from ..envs.all import kind_of, make_env, make_stream
 from ..eval.metrics import record_key
-from ..eval.parts import difference, merge, plan_of, shares, write_plan
+from ..eval.parts import difference, fractions, merge, plan_of, write_plan
 from ..eval.player import BATCH, POOL_SEED, Player, check_envs, part_of, spec_of
 from ..policies.all import load_policy, read_policy
 from ..run.checkpoint import check_checkpoint, checkpoints, read_manifest
@@ -49,7 +49,7 @@ class EvalConfig:
     seed:int = 0             # of the policy's noise
     n_workers:int = 0        # simulator processes, 0 = one per core; a result that could change with it is named
     rows_per_task:int = 0    # episodes of one task under way at once, where tasks have rows of their own; 0: as the run
-    part:str = "0/1"         # which share of the episodes is played here, number a of b
+    part:str = "0/1"         # which part of the episodes is played here, number a of b
     batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for heavy simulators and for parts
 
     @classmethod
@@ -282,7 +282,7 @@ def plan_for(evaluation:Evaluation, batch:int, device:str)->dict:
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #b622fe3b
 def parts_of(cfg:EvalConfig)->list:
-    "Folders of the shares that were begun, for the whole alone."
+    "Folders of the parts that were begun, for the whole alone."
     plans = (Path(cfg.run_dir)/"evals").glob(f"{cfg.whole}-part*of*/plan.json")
     return [p.parent for p in sorted(plans)] if cfg.part == "0/1" else []
 
@@ -392,8 +392,8 @@ def evaluate(
     if not ids: return
     recorded = out.episodes()
     records = [r for r in recorded if r["stage"] == info["stage"]]
-    note = recorder(out, records, path.name, total_of(evaluation, ids))
-    player.evaluate(policy, processor, evaluation.trials, evaluation.cfg.seed, info, ids, map(record_key, recorded), note,
+    write = recorder(out, records, path.name, total_of(evaluation, ids))
+    player.evaluate(policy, processor, evaluation.trials, evaluation.cfg.seed, info, ids, map(record_key, recorded), write,
                     on_round=on_round, algo=algo)
     say(f"{path.name}: {100*sum(r['success'] for r in records)/max(1, len(records)):.0f} % success over "
         f"{len(records)} episodes")
@@ -406,12 +406,12 @@ def total_of(evaluation:Evaluation, ids)->int:
 def recorder(out:RunFolder, records:list, name:str, total:int):
     "A function that writes down one episode and shows how far the evaluation is."
     start = time.monotonic()
-    def note(record):
+    def write(record):
         out.episode(record)
         records.append(record)
         emit(phase="evaluation", task=name, done=len(records), total=total, seconds=time.monotonic()-start,
              success=sum(r["success"] for r in records)/len(records))
-    return note
+    return write
 
 # %% ../../nbs/train/05_checkpoint_eval.ipynb #e988d888
 @contextmanager
@@ -426,4 +426,4 @@ def clocked(out:RunFolder, player:Player, say=print):
         if clock.get("wall", 0) > wall:
             mean = (n*wall+now*(clock["wall"]-wall))/clock["wall"]
             write_json(path, dict(clock, n_workers=now if n == now else mean))
-            say(", ".join(f"{k} {v:.0%}" for k,v in shares(clock, mean).items())+" of the time")
+            say(", ".join(f"{k} {v:.0%}" for k,v in fractions(clock, mean).items())+" of the time")
