@@ -41,7 +41,8 @@ class AGEM(CLAlgorithm):
     ):
         check_count("n_ref", n_ref)
         self.n_ref,self.n_steps,self.n_vetoed = n_ref,0,0
-        self.buf,self.generator = TaskBuffer(buffer_size, sampling, store, total_size, seed),torch_rng(seed, "agem noise")
+        self.buf = TaskBuffer(buffer_size, sampling, store, total_size, seed)
+        self.generator = torch_rng(seed, "agem noise")
 
     def reference(self, ctx)->list:
         "Gradient of the loss on a random draw from memory."
