@@ -77,9 +77,13 @@ def load_plugins(
     for point in importlib.metadata.entry_points(group="clvla"):
         if point.module not in _loaded: _loaded[point.module] = _load_module(point.module, "entry point")
     for name in names:
-        if not isinstance(name, str) or not name: raise ValueError(f"a plugin is a module's name or the path of a .py file, found {name!r}")
-        if is_file(name): name = str(Path(name).expanduser().resolve())
-        if is_file(name) or name not in _loaded: _loaded[name] = _load_file(Path(name)) if is_file(name) else _load_module(name)
+        if isinstance(name, Path): name = str(name.expanduser().resolve())
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a plugin is a module's name or the path of a .py file, found {name!r}")
+        if is_file(name):
+            path = Path(name).expanduser().resolve()
+            _loaded[str(path)] = _load_file(path)
+        elif name not in _loaded: _loaded[name] = _load_module(name)
 
 def is_file(name:str)->bool:
     "Whether a plugin is given as a file."
