@@ -168,8 +168,8 @@ def test_one_sample_of_each_suite_can_be_made_begun_moved_and_drawn():
     for suite,names in SUITES.items():
         for name in (names[-1], names[len(names)//2]):
             env = LiberoEnv(spec(suite, name, cameras=["front", "wrist"]), 32); obs = env.reset(0)
-            obs,reward,success,*_ = env.step_chunk(np.zeros((3, 7)))
-            assert reward == 0 and not success and obs[STATE].shape == (8,) and np.isfinite(obs[STATE]).all()
+            obs,rewards,success,*_ = env.step_chunk(np.zeros((3, 7)))
+            assert rewards.tolist() == [0]*3 and not success and obs[STATE].shape == (8,) and np.isfinite(obs[STATE]).all()
             assert all(obs[k].std() > 5 for k in (IMAGE, IMAGES+"wrist")), (suite, name)
             env.close()
 
@@ -203,7 +203,7 @@ def test_published_and_fast_in_one_process_draw_what_they_draw_alone():
 BAD = [(dict(suite="libero_goat"), "did you mean 'libero_goal'"), (dict(suite="libero_100"), "LIBERO has no suite 'libero_100'"),
        (dict(name="turn_on_the_stoves"), "did you mean 'turn_on_the_stove'"), (dict(protocol="publishd"), "did you mean 'published'"),
        (dict(cameras=["front", "back"]), "cameras are"), (dict(visual="lite"), "did you mean 'visuals'"), (dict(visuals="light"), "did you mean 'lite'"),
-       (dict(protocol="published", visuals="none"), "leave visuals and cell out"), (dict(cell=3.), "edge of a grid"), (dict(cell="0.01"), "found '0.01'"),
+       (dict(protocol="published", visuals="none"), "leave visuals and cell out"), (dict(cell=3.), "edge of a grid"), (dict(cell="0.01"), "is '0.01', expected int or float"),
        (dict(visuals="none"), "an environment draws")]
 
 @pytest.mark.parametrize("change,words", BAD, ids=[str(c) for c,_ in BAD])
@@ -268,13 +268,13 @@ from clvla.envs.libero import env as libero
 def refuse(self): raise ValueError("its states belong to another version")
 libero.LiberoEnv._load = refuse
 """)
-    monkeypatch.syspath_prepend(tmp_path)
-    with EnvPool([spec(*TASKS[0]), spec(*TASKS[1])], 1, image_size=32, setup="breaks") as pool:
-        pids = [w.proc.pid for w in pool._workers]
+    monkeypatch.setattr("clvla.envs.child.loaded", lambda: [str(setup)])   # a plugin of the worker alone
+    with EnvPool([spec(*TASKS[0]), spec(*TASKS[1])], 1, image_size=32) as pool:
+        pids = [w.child.proc.pid for w in pool._workers]
         pool.reset(0, 0)
         with pytest.raises(ValueError, match="its states belong to another version"):
             while True: pool.wait()
-        assert [w.proc.pid for w in pool._workers] == pids
+        assert [w.child.proc.pid for w in pool._workers] == pids
 
 
 def test_the_first_thing_that_a_user_does(tmp_path):
