@@ -10,27 +10,26 @@ from pathlib import Path
 import pytest
 
 from clvla.core.files import sha256
+from clvla.core.plugins import load_plugins
 from clvla.data.streams import Stream, Task
 from clvla.train import prepare as P
 from clvla.train.config import RunConfig, resolve
 
 HERE = str(Path(__file__).parent)
+FAULTS = str(Path(HERE)/"faults.py")   # registers the kind `faulty`, here and in every process that records
+load_plugins([FAULTS])
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch): monkeypatch.syspath_prepend(HERE)
-
-
 def tasks(n=2, **kw):
-    return [Task(k, k, f"go {k}", dict(kind="light", name=k, max_steps=30, **kw), dict(kind="demos")) for k in ("left", "right", "up")[:n]]
+    return [Task(k, k, f"go {k}", dict(kind="faulty", name=k, max_steps=30, **kw), dict(kind="demos")) for k in ("left", "right", "up")[:n]]
 
 
 def config(path, **kw): return RunConfig(**(dict(data_dir=str(path), n_demos=8, image_size=16, n_workers=2) | kw))
 
 
 def make(path, n=2, say=print, on_wait=None, spec=None, **kw):
-    return P.make_all_demos(tasks(n, **(spec or {})), config(path, **kw), say, on_wait, setup="light_env")
+    return P.make_all_demos(tasks(n, **(spec or {})), config(path, **kw), say, on_wait)
 
 
 def hashes(path):
@@ -85,7 +84,7 @@ def start(path):
                             env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), PYTHONUNBUFFERED="1"))
 
 
-MOMENTS = ["light/.left-n8-16px.writing/.lerobot.*", "light/.*.writing/frames", "light/left-n8-16px/frames"]
+MOMENTS = ["faulty/.left-n8-16px.writing/.lerobot.*", "faulty/.*.writing/frames", "faulty/left-n8-16px/frames"]
 
 
 def test_parent_killed_at_several_moments(whole, tmp_path):
@@ -96,12 +95,12 @@ def test_parent_killed_at_several_moments(whole, tmp_path):
         while p.poll() is None and time.time() < until and not list(tmp_path.glob(moment)): time.sleep(.0005)
         kids += children(p.pid)
         p.kill(); said += p.communicate(timeout=10)[0]
-        if k < 1: assert not (tmp_path/"light/left-n8-16px").exists()   # nothing unfinished bears the name
+        if k < 1: assert not (tmp_path/"faulty/left-n8-16px").exists()   # nothing unfinished bears the name
     lines = []
     make(tmp_path, say=lines.append)
     assert hashes(tmp_path) == whole[1] and len(kids) > 2 and all(gone(c) for c in kids)
     assert "was left by an earlier recording that was interrupted" in said+"\n".join(lines)
-    assert sorted(f.name for f in (tmp_path/"light").iterdir()) == sorted(f for n in ("left", "right") for f in (f"{n}-n8-16px", f".{n}-n8-16px.lock"))
+    assert sorted(f.name for f in (tmp_path/"faulty").iterdir()) == sorted(f for n in ("left", "right") for f in (f"{n}-n8-16px", f".{n}-n8-16px.lock"))
 
 
 def test_killed_process_is_replaced(whole, tmp_path):
@@ -137,9 +136,9 @@ def test_hung_process_is_replaced(tmp_path, monkeypatch):
 
 def test_exception_is_raised_here_with_its_traceback(tmp_path):
     with pytest.raises(RuntimeError, match="ZeroDivisionError in a worker: the robot fell over") as e: make(tmp_path, spec=dict(fault="raise"))
-    assert "light_env.py" in e.value.__notes__[0] and not children(os.getpid())
+    assert "faults.py" in e.value.__notes__[0] and not children(os.getpid())
     with pytest.raises(ValueError, match="cannot be built"): make(tmp_path, 1, spec=dict(fault="start"))
-    assert not [f for f in (tmp_path/"light").iterdir() if not f.name.endswith(".lock")]
+    assert not [f for f in (tmp_path/"faulty").iterdir() if not f.name.endswith(".lock")]
 
 
 def test_stop_while_demonstrations_are_made(whole, tmp_path):
@@ -152,7 +151,7 @@ def test_stop_while_demonstrations_are_made(whole, tmp_path):
         if len(asked) == 4: raise Stopped
     with pytest.raises(Stopped): make(tmp_path, on_wait=on_wait)
     assert max(b-a for a, b in zip(asked, asked[1:])) < .4 and not children(os.getpid())
-    assert not list((tmp_path/"light").glob("*-16px")) if (tmp_path/"light").exists() else True
+    assert not list((tmp_path/"faulty").glob("*-16px")) if (tmp_path/"faulty").exists() else True
     make(tmp_path)
     assert hashes(tmp_path) == whole[1]
 
@@ -162,20 +161,20 @@ def test_finished_ones_need_no_process_and_changed_ones_are_refused(mine, monkey
     monkeypatch.setattr(P, "Child", lambda *a: pytest.fail("a process was started"))
     assert make(mine, 1)["left"].meta == first["left"].meta
     with pytest.raises(ValueError, match="other settings .*env: "): make(mine, 1, spec=dict(at=1))
-    f = mine/"light/left-n8-16px/frames/action.npy"; f.write_bytes(f.read_bytes()[:-1]+b"x")
+    f = mine/"faulty/left-n8-16px/frames/action.npy"; f.write_bytes(f.read_bytes()[:-1]+b"x")
     with pytest.raises(ValueError, match="action.npy was changed after it was written"): make(mine, 1)
-    f = next((mine/"light/left-n8-16px/lerobot").rglob("*.parquet")); f.write_bytes(f.read_bytes()+b"x")
+    f = next((mine/"faulty/left-n8-16px/lerobot").rglob("*.parquet")); f.write_bytes(f.read_bytes()+b"x")
     with pytest.raises(ValueError, match="parquet changed after the recording"): make(mine, 1)
 
 
 def test_lost_frame_store_is_decoded_again(whole, mine):
-    for f in (mine/"light/left-n8-16px/frames").iterdir(): f.unlink()
+    for f in (mine/"faulty/left-n8-16px/frames").iterdir(): f.unlink()
     said = []; make(mine, say=said.append)
     assert hashes(mine) == whole[1] and any("half-written" in line for line in said)
 
 
 def test_data_sets_on_disk_are_read_by_processes_too(whole, tmp_path):
-    src = whole[0]/"light/left-n8-16px/lerobot"
+    src = whole[0]/"faulty/left-n8-16px/lerobot"
     task = Task("disk", "disk", "go left", None, dict(kind="lerobot", parts=[dict(path=str(src), task_index=None)]))
     cfg, said = config(tmp_path/"b"), []
     store = P.prepare(Stream("mine", (task,)), cfg, said.append)["disk"]
@@ -189,28 +188,30 @@ with open({log!r}, "a") as f: f.write("imported\\n")
 from clvla.data.streams import Stream, Task
 from clvla.train.config import RunConfig
 from clvla.train.prepare import prepare
-task = Task("left", "left", "go left", dict(kind="light", name="left", max_steps=30), dict(kind="demos"))
-prepare(Stream("mine", (task,)), RunConfig(n_demos=1, image_size=16, data_dir={data!r}), setup="light_env")
+from clvla.core.plugins import load_plugins
+load_plugins([{plugin!r}])
+task = Task("left", "left", "go left", dict(kind="faulty", name="left", max_steps=30), dict(kind="demos"))
+prepare(Stream("mine", (task,)), RunConfig(n_demos=1, image_size=16, data_dir={data!r}))
 """
 
 
 def test_at_the_top_of_a_script(tmp_path):
     "No `if __name__ == '__main__'` is needed: nothing imports the script a second time."
     script = tmp_path/"train.py"; log = tmp_path/"log"
-    script.write_text(TOP.format(log=str(log), data=str(tmp_path/"data")))
+    script.write_text(TOP.format(plugin=FAULTS, log=str(log), data=str(tmp_path/"data")))
     out = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                          env=dict(os.environ, PYTHONPATH=os.pathsep.join([HERE, *filter(None, sys.path)])))
     assert out.returncode == 0, out.stderr
-    assert log.read_text() == "imported\n" and list(tmp_path.glob("data/light/left-n1-16px/frames/meta.json"))
+    assert log.read_text() == "imported\n" and list(tmp_path.glob("data/faulty/left-n1-16px/frames/meta.json"))
 
 
 def test_what_processes_cannot_share_is_refused():
     from types import SimpleNamespace as NS
     many = dict(algo="er", num_processes=2)
-    assert P.check(resolve(RunConfig(accumulation=4, replay_ratio=.1, **many))).ids   # .8 of a sample in all, .4 in each process: one is replayed
+    assert P.check(resolve(RunConfig(accumulation=4, algo_kw=dict(replay_ratio=.1), **many))).ids   # .8 of a sample in all, .4 in each process: one is replayed
     for kw, words in ((dict(strategy="zero1"), "this run has one; set num_processes to 2 or more"), (dict(strategy="zero3", **many), "set ema to 0"),
                       (dict(init_from="/nowhere/at/all"), "init_from '/nowhere/at/all' does not exist"),
-                      (dict(accumulation=8, replay_ratio=.1), "micro-batch of 4 samples .* rounds to none")):
+                      (dict(accumulation=8, algo_kw=dict(replay_ratio=.1)), "micro-batch of 4 samples .* rounds to none")):
         with pytest.raises(ValueError, match=words): P.check(resolve(RunConfig(**(dict(algo="er") | kw))))
     with pytest.raises(ValueError, match="algo 'mir' reads whole ones; set strategy to 'zero2'"):
         P.check_strategy(NS(zero3=False), RunConfig(strategy="zero3", num_processes=2))

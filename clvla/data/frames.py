@@ -107,7 +107,7 @@ def _seal(path:Path, arrays:dict, prompts:list, source:dict, n_actions=None)->"F
         v.flush()
         f = path/_file(k)
         files[k] = dict(file=f.name, shape=list(v.shape), dtype=str(v.dtype), bytes=f.stat().st_size, sha256=sha256(f))
-    texts = list(dict.fromkeys(prompts))
+    texts = list(dict.fromkeys(prompts))   # each instruction once
     meta = dict(version=VERSION, n_frames=len(arrays[ACTION]), n_episodes=len(prompts), prompts=texts,
                 episode_prompt=[texts.index(prompt) for prompt in prompts], files=files, source=source)
     write_json(path/"meta.json", meta if n_actions is None else meta | dict(n_actions=n_actions))
@@ -236,9 +236,9 @@ def gather(self:FrameStore,
     idx = np.asarray(idx, np.int64)
     if len(idx) and not 0 <= idx.min() <= idx.max() < len(self):
         raise ValueError(f"{self.path} has frames 0..{len(self)-1}, asked for {idx.min()}..{idx.max()}")
-    at,pad = chunk_index(idx, self.end, H)
+    ahead,pad = chunk_index(idx, self.end, H)
     rows = {k: v[idx] for k,v in self.images.items()}
-    arrays = {STATE: self.state[idx], ACTION: self.action[at], PAD: pad, INDEX: idx}
+    arrays = {STATE: self.state[idx], ACTION: self.action[ahead], PAD: pad, INDEX: idx}
     if self.n_actions is not None: arrays[N_ACTIONS] = np.full(len(idx), self.n_actions, np.int64)
     return {**{k: torch.from_numpy(v).permute(0, 3, 1, 2) for k,v in rows.items()},
             **{k: torch.from_numpy(v) for k,v in arrays.items()},
