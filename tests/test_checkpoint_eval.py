@@ -152,7 +152,7 @@ def test_what_a_policy_cannot_play_is_refused_at_the_door(run, monkeypatch):
     with pytest.raises(ValueError, match="discrete True, the policy False"): ce.check_eval(config(run, suite=dict(base="dot_2", env=dict(discrete=True))))
     with pytest.raises(ValueError, match="did you mean 'right'"): ce.check_eval(config(run, tasks=["rihgt"]))
     with pytest.raises(ValueError, match="did you mean 'dot_3'"): ce.check_eval(config(run, suite="dot3"))
-    monkeypatch.setattr(ce, "cameras_of", lambda path: {"front": None, "ceiling": None})
+    monkeypatch.setattr("clvla.train.eval_config.cameras_of", lambda path: {"front": None, "ceiling": None})
     with pytest.raises(ValueError, match="suite 'dot_3': .*ceiling.*choose a stream"): ce.check_eval(config(run, suite="dot_3"))
     assert not (run/"evals").exists()
 

@@ -14,7 +14,8 @@ from clvla.envs.all import make_env
 from clvla.eval.films import film, film_firsts
 from clvla.eval.metrics import record_key
 from clvla.eval.parts import Book, merge, plan_of
-from clvla.eval.player import CLOCK, PARTS, OwnTrials, Player, Queue, Row, batch_gap, longest, own_rows, part_of, workers_of
+from clvla.eval.player import CLOCK, PARTS, Player
+from clvla.eval.rows import OwnTrials, Queue, Row, batch_gap, longest, own_rows, part_of, workers_of
 from clvla.policies.all import make_policy
 
 HERE = Path(__file__).resolve().parent

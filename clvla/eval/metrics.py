@@ -72,6 +72,7 @@ class SuccessMatrix:
     @property
     def last(self)->np.ndarray: return self.T-1 - self.trained[::-1].argmax(0)
 
+# %% ../../nbs/eval/00_metrics.ipynb #6d7bb947
 def learnt(m:SuccessMatrix)->np.ndarray:
     "Columns of the tasks that a stage trained."
     return np.flatnonzero(m.trained.any(0))

@@ -128,7 +128,8 @@ def t_interval(
     conf:float=.95  # nominal coverage
 )->Interval:        # NaN limits for a single seed: nothing is known about the spread
     "Mean over seeds with Student's t interval."
-    x = np.asarray(x, float); S = len(x)
+    x = np.asarray(x, float)
+    S = len(x)
     half = t_quantile(S-1, conf)*x.std(ddof=1)/sqrt(S) if S > 1 else np.nan
     return Interval(x.mean().item(), float(x.mean()-half), float(x.mean()+half))
 
