@@ -1,23 +1,29 @@
 "Evaluations of a run's checkpoints: continued when the run has grown, in the mode they were begun in, with one stack, on the run's device."
 import re, shutil, sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as NS
-import pytest, torch
+import numpy as np, pytest, torch
 from clvla.core.files import read_json, write_json
+from clvla.cl.all import algos
+from clvla.cl.base import CLAlgorithm
+from clvla.envs.all import kinds
+from clvla.eval.compare import group, read_run, summary
 from clvla.eval.parts import merge
+from clvla.run.report import matrix_of
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
 from clvla.train.config import RunConfig, resolve
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 from clvla.run.stop import Stopped
 
-ce,SECOND = sys.modules["clvla.train.checkpoint_eval"],"001-window-close"
+ce,SECOND = sys.modules["clvla.train.checkpoint_eval"],"001-right"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     home = tmp_path_factory.mktemp("trained")
-    return train_cl(resolve(RunConfig(algo="er", suite=dict(base="mw5", num_tasks=2), n_demos=2, steps_per_task=2, warmup=1, batch_size=8, image_size=32,
+    return train_cl(resolve(RunConfig(algo="er", suite="dot_2", n_demos=2, steps_per_task=2, warmup=1, batch_size=8, image_size=32,
                                       evaluate="none", run_dir=str(home/"run"), data_dir=str(home/"data"))), say=len).path
 
 @pytest.fixture
@@ -65,7 +71,7 @@ def test_a_queue_that_was_begun_stays_a_queue_when_its_parts_are_gone(run, few):
     few(0); n = len(RunFolder(whole.folder).episodes()); shutil.rmtree(config(run, part="0/2").folder)
     out = eval_cl(whole, len)
     assert n == 4 and read_json(out.path/"clock.json")["episodes"] == 3 and len(out.episodes()) == 6   # one of the four and the two after them
-    with ce.arena_of(whole, RunFolder(run).cfg, ce.points_of(whole)[1]) as arena: assert arena.batch == 8
+    with ce.player_of(ce.check_eval(whole)) as player: assert player.shared and player.batch == 8
     old = read_json(out.path/"plan.json"); write_json(out.path/"plan.json", old | dict(seed=5))
     with pytest.raises(ValueError, match="seed: 5 -> 0"): eval_cl(whole, len)   # the plan is still checked
 
@@ -80,10 +86,11 @@ def test_the_clock_goes_on_after_a_stop(run, few):
 @pytest.mark.parametrize("k,v", [("torch", "1.0"), ("gl", "egl"), ("mujoco", "3.0"), ("device", "cuda")])
 def test_shares_of_other_stacks_are_not_merged(run, monkeypatch, k, v):
     real,have = ce.versions,{}; monkeypatch.setattr(ce, "versions", lambda: real() | have)
-    monkeypatch.setattr(ce, "load_policy", lambda path: NS(to=lambda device: None))
+    monkeypatch.setattr(ce, "load_point", lambda *a: (None, None, None))
+    monkeypatch.setattr(kinds["dot"], "packages", ("mujoco",))
     def begin(part, device="cpu"):
         cfg = config(run, part=part); shutil.rmtree(cfg.folder, ignore_errors=True)
-        ce.begin_queue(cfg, RunFolder(cfg.folder), *ce.points_of(cfg), NS(batch=8, doubt=lambda *a: ""), len, device)
+        ce.begin_queue(ce.check_eval(cfg), RunFolder(cfg.folder), NS(batch=8, doubt=lambda *a: ""), len, device)
         return cfg.folder
     one = begin("0/2"); begin("1/2"); assert {"torch", "mujoco", "gl", "device"} < set(read_json(begin("0/1")/"plan.json"))
     have |= {k: v}; device = have.get("device", "cpu")
@@ -96,20 +103,14 @@ def test_rows_say_what_has_changed_since(run):
     write_json(out.path/"versions.json", now | dict(torch="1.0")); eval_cl(cfg, said.append)
     assert [s for s in said if "since" in s] == [f"since this evaluation began, torch 1.0 -> {now['torch']}"]
 
-def test_the_device_is_that_of_training(monkeypatch):
-    said = []
-    for gpu,want in ((True, ["cuda", "cpu", "cuda"]), (False, ["cpu", "cpu", "cpu"])):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        assert [ce.device_of(d, said.append) for d in ("auto", "cpu", "cuda")] == want and len(said) == int(not gpu)
-
-@pytest.mark.parametrize("device,gpu,want,word", [("auto", True, "cuda", ""), ("cuda", False, "cpu", "torch finds no GPU here")])
-def test_a_policy_is_tried_where_the_run_would_train(run, monkeypatch, device, gpu, want, word):
+@pytest.mark.parametrize("device,gpu,want,word", [("auto", True, "cuda", ""), ("cpu", True, "cpu", ""), ("cuda", False, "cpu", "torch finds no GPU here")])
+def test_checkpoints_are_evaluated_where_the_run_would_train(run, monkeypatch, device, gpu, want, word):
     "Episodes and doubts; a machine without a GPU is said."
     real,went,said = ce.load_policy,[],[]
-    def load(path):
-        p = real(path); p.to = lambda where: (went.append(where), p)[1]
+    def load(path, prepare):
+        p = real(path, prepare); p.to = lambda where: (went.append(where), p)[1]
         return p
-    monkeypatch.setattr(ce, "load_policy", load); monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(ce, "load_policy", load); monkeypatch.setattr("clvla.run.config.count_gpus", lambda: int(gpu))
     write_json(run/"config.json", read_json(run/"config.json") | dict(device=device))
     out = eval_cl(config(run, n_trials=1, part="0/2", last_only=True), said.append)
     assert went == [want]*2 and read_json(out.path/"plan.json")["device"] == want   # its doubts, and its episodes
@@ -119,3 +120,95 @@ def test_doubts_are_said(run, monkeypatch):
     said = []; monkeypatch.setattr("clvla.eval.player.batch_gap", lambda *a: 2.4e-7)
     eval_cl(config(run, n_trials=1, part="0/2", last_only=True), said.append)
     assert sum("up to 2e-07" in s for s in said) == 1
+
+# ---------------------------------------------------------------------- other tasks
+
+def test_on_a_stream_that_was_never_trained(run):
+    "All its tasks after every stage, in a folder of its own; the run's own tasks among them have the run's own columns' records."
+    own = eval_cl(config(run, evaluate="full"), len); out = eval_cl(config(run, suite="dot_3"), len)
+    assert out.path.name.endswith("-on-dot_3") and read_json(out.path/"stream.json")["stages"] == ["left", "right"]
+    m = matrix_of(out.path, out.episodes()); assert (m.stages, m.task_ids) == (("left", "right"), ("left", "right", "up")) and (m.n == 2).all()
+    assert [r for r in bare(out.episodes()) if r[1] != "up"] == bare(own.episodes())
+    read = read_run(out.path); assert read.task_ids == m.task_ids and read.finished and read.config["evaluation"] == out.path.name
+    table = summary(group([read]), n_boot=20).set_index("metric"); assert {"ASR", "Untrained"} <= set(table.index)
+    assert len(eval_cl(config(run, suite="dot_3"), len).episodes()) == 12   # nothing is played twice
+
+def test_on_a_part_of_the_tasks(run):
+    own = eval_cl(config(run), len); out = eval_cl(config(run, tasks="right"), len)
+    assert bare(out.episodes()) == [r for r in bare(own.episodes()) if r[1] == "right"] and len(out.episodes()) == 2 and out.path.name.endswith("-on-right")
+    m = matrix_of(out.path, out.episodes()); assert m.task_ids == ("right",) and m.n.tolist() == [[0], [2]]
+    up = eval_cl(config(run, suite=dict(base="dot_3", name="dot_4"), tasks=["up"], last_only=True), len)
+    assert {r["task"] for r in up.episodes()} == {"up"} and re.search("-last-on-dot_4-[0-9a-f]{8}$", up.path.name)
+
+def test_shares_of_another_stream_are_merged(run):
+    kw = dict(suite="dot_3", last_only=True); alone = bare(eval_cl(config(run, batch=8, **kw), len).episodes())
+    whole = config(run, **kw); shutil.rmtree(whole.folder)
+    for a in range(2): eval_cl(replace(whole, part=f"{a}/2"), len)
+    said = []; assert bare(eval_cl(whole, said.append).episodes()) == alone and "6 episodes were played in parts" in said
+
+def test_what_a_policy_cannot_play_is_refused_at_the_door(run, monkeypatch):
+    with pytest.raises(ValueError, match="task 'button-press-topdown' has state_dim 4, the policy 2; action_dim 4, the policy 2; choose a stream of the same robot and cameras as dot_2"):
+        ce.check_eval(config(run, suite="mw5"))
+    with pytest.raises(ValueError, match="discrete True, the policy False"): ce.check_eval(config(run, suite=dict(base="dot_2", env=dict(discrete=True))))
+    with pytest.raises(ValueError, match="did you mean 'right'"): ce.check_eval(config(run, tasks=["rihgt"]))
+    with pytest.raises(ValueError, match="did you mean 'dot_3'"): ce.check_eval(config(run, suite="dot3"))
+    monkeypatch.setattr(ce, "cameras_of", lambda path: {"front": None, "ceiling": None})
+    with pytest.raises(ValueError, match="suite 'dot_3': .*ceiling.*choose a stream"): ce.check_eval(config(run, suite="dot_3"))
+    assert not (run/"evals").exists()
+
+def test_starts_of_a_benchmark_and_drawn_ones_are_not_mixed():
+    say = lambda first, n, kind="libero": ce.check_starts(EvalConfig(first_trial=first, n_trials=n), [NS(env=None), NS(env=dict(kind=kind))])
+    assert say(0, 50) == say(49, 1) == say(0, 51, "metaworld") == "" and "trials 50 to 69 are drawn" in say(50, 20)
+    for first,n in ((0, 51), (49, 2), (1, 50)):
+        with pytest.raises(ValueError, match=f"trials {first} to {first+n-1} mix .*set n_trials to {50-first} or less"): say(first, n)
+
+def test_parts_made_with_other_assets_are_not_merged(run, monkeypatch):
+    "The plan of a queue names the assets of its tasks' simulators."
+    monkeypatch.setattr(ce, "load_point", lambda *a: (None, None, None))
+    def begin(assets, part="0/1"):
+        monkeypatch.setattr(kinds["dot"], "identity", lambda env: assets)
+        cfg = config(run, part=part); ce.begin_queue(ce.check_eval(cfg), RunFolder(cfg.folder), NS(batch=8, doubt=lambda *a: ""), len)
+        return read_json(cfg.folder/"plan.json")
+    one,two = dict(assets="1"*12),dict(assets="2"*12)
+    assert begin(one, "0/2")["assets"] == dict(left=one, right=one)
+    with pytest.raises(ValueError, match="differs from this evaluation in assets"): begin(two)
+    assert not (config(run).folder/"plan.json").exists(); begin(one); begin(two, "1/2")
+    with pytest.raises(ValueError, match="parts of different evaluations: assets"): begin(one)
+
+# ---------------------------------------------------------------------- what an algorithm changes
+
+class Turns(CLAlgorithm):
+    "Adds a parameter for each stage, and evaluates each task that it has learnt with other weights."
+    def __init__(self): self.scale = {}
+    def prepare(self, policy, t, stream): policy.register_parameter(f"extra_{t}", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    def on_task_end(self, ctx): self.scale[ctx.task_id] = .5+ctx.t; dict(ctx.policy.named_parameters())[f"extra_{ctx.t}"].data.fill_(1.+ctx.t)
+    def eval_key(self, task_id): return self.scale.get(task_id)
+    @contextmanager
+    def eval_policy(self, policy, task_id):
+        before = policy.query.detach().clone(); policy.query.data.mul_(self.scale.get(task_id, 1.)*sum(p for n,p in policy.named_parameters() if n.startswith("extra")))
+        try: yield
+        finally: policy.query.data.copy_(before)
+    def state_dict(self): return dict(scale=self.scale)
+    def load_state_dict(self, state): self.scale = dict(state["scale"])
+
+def test_the_runs_own_numbers_with_an_algorithm_that_changes_the_policy(tmp_path, monkeypatch):
+    "Meta-World's rewards have every bit of the actions in them; films replay what was done."
+    algos["turns"] = Turns
+    try:
+        run = train_cl(resolve(RunConfig(algo="turns", suite=dict(base="mw5", num_tasks=2, eval_env=dict(max_steps=24)), n_demos=2, steps_per_task=2, warmup=1, batch_size=8, image_size=32,
+                                         evaluate="full", n_trials=2, n_workers=2, videos=True, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))), say=len)
+        own = bare(r for r in run.episodes() if r["stage"] >= 0)
+        out = eval_cl(EvalConfig(run_dir=str(run.path), evaluate="full", n_trials=2, n_workers=1), len)
+        assert bare(out.episodes()) == own and len(own) == 8 and len(list((run.path/"videos").rglob("*.gif"))) >= 4
+        shutil.rmtree(out.path); real = ce.make_algo
+        monkeypatch.setattr(ce, "make_algo", lambda *a, **kw: (algo := real(*a, **kw), setattr(algo, "load_state_dict", lambda state: None))[0])
+        blind = bare(eval_cl(EvalConfig(run_dir=str(run.path), evaluate="full", n_trials=2, n_workers=1), len).episodes())
+        assert sum(a != b for a,b in zip(blind, own)) >= 4      # without the algorithm's state the numbers are others
+    finally: del algos["turns"]
+
+def test_algorithm_states_of_older_checkpoints_are_read(run):
+    "They lie in state.safetensors, beside the optimizer."
+    from clvla.core.state import load_state, save_state
+    path = run/"checkpoints"/SECOND; ev = ce.check_eval(config(run)); _,_,new = ce.load_point(path, ev.run, ev.own)
+    state = load_state(path/"state.safetensors") | dict(algo=load_state(path/"algo.safetensors")); (path/"algo.safetensors").unlink(); save_state(path/"state.safetensors", state)
+    _,_,old = ce.load_point(path, ev.run, ev.own); assert str(old.state_dict()) == str(new.state_dict())

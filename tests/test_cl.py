@@ -3,14 +3,16 @@ from copy import deepcopy
 import numpy as np, pytest, torch
 from clvla.core.state import load_state, save_state
 from clvla.core.batch import take, torch_rng
-from clvla.cl.all import algos, make_algo
-from clvla.cl.base import (CLAlgorithm, CLContext, Compose, Engine, call_hook, cl_step, flatten, unflatten,
-    unwrap_optimizer)
-from clvla.cl.buffer import Reservoir, TaskBuffer, check_choice, check_count, draw_positions, quotas, slots
+from clvla.cl.all import algo_settings, algos, make_algo
+from clvla.cl.base import (CLAlgorithm, CLContext, Compose, call_hook, check_choice, check_count, check_flag,
+    check_number, flat, unflat)
+from clvla.cl.buffer import Reservoir, TaskBuffer, draw_positions, quotas, slots
+from clvla.cl.engine import Engine, Loop, cl_step, unwrap_optimizer
 from clvla.cl.er import ER, n_replay
 from clvla.cl.ewc import EWC, check_finite, fisher
-from clvla.cl.mir import MIR, adamw_step, interference, rank_correlation, true_change
-from clvla.cl.quick import QuickLoader, quick_context, quick_losses, quick_run, quick_stream, quick_task
+from clvla.cl.mir import MIR, interference, rank_correlation, true_change
+from clvla.cl.probe import adamw_step
+from clvla.cl.quick import QuickLoader, quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.sequential import Sequential
 from clvla.core.names import INDEX, STATE, TASK_ID
 
@@ -72,27 +74,27 @@ def test_count_of_replayed_samples(B, ratio):
     er.buf = filled()
     assert er.n_task_samples(B) == B-n
 
-@pytest.mark.parametrize("given", [7, 10])
-def test_replay_goes_behind_the_current_samples_and_leaves_them_alone(given):
-    er,ctx = ER(replay_ratio=.3),quick_context(STREAM)
+def test_replay_goes_behind_the_current_samples_and_leaves_them_alone():
+    er,ctx = ER(replay_ratio=.3),quick_loop(STREAM).ctx
     er.buf.add_task("task0", STREAM.train)
-    ctx.batch_size = 10
-    batch = STREAM.train.fetch("task1", range(given)); before = deepcopy(batch)
+    ctx.batch_size = 10; ctx.begin_batch(7)
+    batch = STREAM.train.fetch("task1", range(7)); before = deepcopy(batch)
     out = er.modify_batch(batch, ctx)
     assert out[INDEX][:7].tolist() == list(range(7)) and out[TASK_ID] == ["task1"]*7 + ["task0"]*3
-    assert torch.equal(batch[STATE], before[STATE]) and len(batch[TASK_ID]) == given
+    assert torch.equal(batch[STATE], before[STATE]) and len(batch[TASK_ID]) == 7
+    assert ctx.n_mixed == 3 and [int(er.buf.frames[t][p]) for t,p in ctx.mixed] == out[INDEX][7:].tolist()
 
 def test_only_the_samples_that_are_used_are_loaded():
-    er,ctx,asked = ER(replay_ratio=.5),quick_context(STREAM),[]
+    er,loop,asked = ER(replay_ratio=.5),quick_loop(STREAM),[]; ctx = loop.ctx
     er.buf.add_task("task0", STREAM.train)
     ctx.loader = QuickLoader(ctx.data, ["task1"]); real = ctx.loader.next
     ctx.loader.next = lambda n: asked.append(n) or real(n)
-    for _ in range(3): cl_step(er, ctx, B=8)
+    for _ in range(3): cl_step(er, loop, B=8)
     assert asked == [4]*3 and len(ctx.batch[INDEX]) == 8
 
 @pytest.mark.parametrize("ratio", [1, 1., -.1, 2, float("nan")])
 def test_ratio_outside_its_range(ratio):
-    with pytest.raises(ValueError, match=r"replay_ratio must be in \[0,1\)"): ER(replay_ratio=ratio)
+    with pytest.raises(ValueError, match=r"replay_ratio must be a number in \[0,1\)"): ER(replay_ratio=ratio)
 
 @pytest.mark.parametrize("kw", [dict(buffer_size=0), dict(buffer_size=-3), dict(total_size=0), dict(sampling="balance"), dict(store="ref")])
 def test_bad_memory_settings(kw):
@@ -152,20 +154,20 @@ RESUMED = {"er": {}, "mir": dict(refresh=7), "mir cache": dict(refresh=7, betwee
            "sequential": {}, "joint": {}, "cumulative": {}}
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_in_the_middle_of_a_task_is_bit_exact(name, tmp_path):
-    make = lambda: make_algo(name.split()[0], seed=3, **RESUMED[name])
-    algo,ctx = make(),quick_context(STREAM, head="flow")
-    quick_task(algo, ctx, 0, steps=12, B=8)
-    quick_task(algo, ctx, 1, steps=10, B=8)
+    make = lambda: make_algo(name.split()[0], 3, **RESUMED[name])
+    algo,loop = make(),quick_loop(STREAM, head="flow")
+    quick_task(algo, loop, 0, steps=12, B=8)
+    quick_task(algo, loop, 1, steps=10, B=8)
     save_state(tmp_path/"s", algo.state_dict())
-    other,copy = make(),quick_context(STREAM, head="flow")
+    other,loop2 = make(),quick_loop(STREAM, head="flow"); ctx,copy = loop.ctx,loop2.ctx
     other.load_state_dict(load_state(tmp_path/"s"))
-    copy.raw_model.load_state_dict(ctx.raw_model.state_dict()); copy.optimizer.load_state_dict(deepcopy(ctx.optimizer.state_dict()))
-    copy.generator.set_state(ctx.generator.get_state()); copy.loader = QuickLoader(copy.data, ctx.loader.task_ids, 0, "stage 1")
+    copy.policy.load_state_dict(ctx.policy.state_dict()); loop2.engine.raw.load_state_dict(deepcopy(loop.engine.raw.state_dict()))
+    loop2.generator.set_state(loop.generator.get_state()); copy.loader = QuickLoader(copy.data, ctx.loader.task_ids, 0, "stage 1")
     copy.loader.load_state_dict(ctx.loader.state_dict()); copy.task_id,copy.t,copy.step = ctx.task_id,ctx.t,ctx.step
     for _ in range(100):
-        assert torch.equal(cl_step(algo, ctx, 8), cl_step(other, copy, 8))
+        assert torch.equal(cl_step(algo, loop, 8), cl_step(other, loop2, 8))
         assert torch.equal(ctx.batch[INDEX], copy.batch[INDEX]) and ctx.batch[TASK_ID] == copy.batch[TASK_ID]
-    assert torch.equal(flatten(ctx.params().values()), flatten(copy.params().values()))
+    assert torch.equal(flat(ctx.params().values()), flat(copy.params().values()))
     assert algo.metrics() == other.metrics()
 
 
@@ -173,7 +175,7 @@ def test_resume_in_the_middle_of_a_task_is_bit_exact(name, tmp_path):
 class Recorder(CLAlgorithm):
     "Writes down each hook, and the weights at that moment."
     def __init__(self): self.log = []
-    def note(self, hook, ctx): self.log.append((hook, ctx.t, ctx.step, flatten(ctx.params().values()).detach().clone(), float(ctx.grads().norm())))
+    def note(self, hook, ctx): self.log.append((hook, ctx.t, ctx.step, flat(ctx.params().values()).detach().clone(), float(flat(ctx.grads()).norm())))
     def on_task_start(self, ctx): self.note("on_task_start", ctx)
     def observe(self, batch, ctx): self.note("observe", ctx)
     def modify_batch(self, batch, ctx): self.note("modify_batch", ctx); return batch
@@ -185,18 +187,18 @@ class Recorder(CLAlgorithm):
 @pytest.mark.parametrize("n_micro", [1, 3])
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_hook_order_for_two_tasks_of_three_steps(n_micro, accelerated):
-    rec,ctx = Recorder(),quick_context(STREAM)
-    ctx.max_norm = 1e-3
+    rec,loop = Recorder(),quick_loop(STREAM, lr=3e-3, max_norm=1e-3)
+    ctx = loop.ctx
     if accelerated:
         from accelerate import Accelerator
-        acc = Accelerator(cpu=True); model,opt = acc.prepare(ctx.raw_model, ctx.optimizer)
-        ctx = CLContext(raw_model=acc.unwrap_model(model), model=model, optimizer=opt, accelerator=acc, stream=STREAM, data=STREAM.train,
-                        max_norm=1e-3, generator=ctx.generator)
-        assert isinstance(ctx.raw_optimizer, torch.optim.AdamW) and (ctx.rank, ctx.world) == (0, 1)
+        acc = Accelerator(cpu=True); model,opt = acc.prepare(ctx.policy, loop.engine.raw)
+        ctx = CLContext(policy=acc.unwrap_model(model), stream=STREAM, data=STREAM.train)
+        loop = Loop(ctx, Engine(model, opt, acc, 1e-3), loop.generator)
+        assert isinstance(loop.engine.raw, torch.optim.AdamW) and (ctx.rank, ctx.world) == (0, 1)
     for t in range(2):
         ctx.t,ctx.task_id,ctx.step,ctx.loader = t,STREAM.ids[t],0,QuickLoader(ctx.data, [STREAM.ids[t]])
         rec.on_task_start(ctx)
-        for _ in range(3): cl_step(rec, ctx, B=4, n_micro=n_micro)
+        for _ in range(3): cl_step(rec, loop, B=4, n_micro=n_micro)
         rec.on_task_end(ctx)
     step = ["observe", "modify_batch", "compute_penalty"]*n_micro + ["after_backward", "after_step"]
     assert [x[0] for x in rec.log] == (["on_task_start"] + step*3 + ["on_task_end"])*2
@@ -209,9 +211,9 @@ def test_hook_order_for_two_tasks_of_three_steps(n_micro, accelerated):
 def test_accumulation_is_the_gradient_of_the_whole_batch():
     ends = []
     for n_micro,B in ((1, 12), (3, 4)):
-        ctx = quick_context(STREAM); ctx.loader = QuickLoader(ctx.data, ["task0"])
-        for _ in range(5): cl_step(None, ctx, B, n_micro)
-        ends.append(flatten(ctx.params().values()).detach())
+        loop = quick_loop(STREAM, lr=3e-3); ctx = loop.ctx; ctx.loader = QuickLoader(ctx.data, ["task0"])
+        for _ in range(5): cl_step(None, loop, B, n_micro)
+        ends.append(flat(ctx.params().values()).detach())
     assert torch.allclose(*ends, atol=1e-5)
 
 @pytest.mark.parametrize("algo", [lambda: CLAlgorithm(), lambda: Sequential(), lambda: Compose(), lambda: Compose(Sequential(), Sequential()),
@@ -226,8 +228,8 @@ def test_same_seed_same_metrics():
     assert runs[0] == runs[1]
 
 def test_compose_adds_slots_and_penalties():
-    both,ctx = Compose(ER(replay_ratio=.25), EWC(n_batches=1)),quick_context(STREAM)
-    for t in range(2): quick_task(both, ctx, t, steps=5, B=8)
+    both,loop = Compose(ER(replay_ratio=.25), EWC(n_batches=1)),quick_loop(STREAM); ctx = loop.ctx
+    for t in range(2): quick_task(both, loop, t, steps=5, B=8)
     assert both.n_task_samples(8) == 6 and float(ctx.penalty.detach()) > 0 and {"0/er/buffer", "1/ewc/penalty"} <= set(both.metrics())
     with pytest.raises(ValueError, match="lower their replay_ratio"):
         er = ER(replay_ratio=.6); er.buf = filled(); Compose(er, er).n_task_samples(10)
@@ -236,12 +238,15 @@ def test_compose_adds_slots_and_penalties():
 def test_an_exception_says_where_it_was_raised():
     class Bad(CLAlgorithm):
         def after_step(self, ctx): raise KeyError("x")
-    with pytest.raises(KeyError) as e: quick_task(Bad(), quick_context(STREAM), 1, steps=1)
+    with pytest.raises(KeyError) as e: quick_task(Bad(), quick_loop(STREAM), 1, steps=1)
     assert e.value.__notes__ == ["in Bad.after_step, task 'task1', step 0"]
 
 def test_small_checks():
-    ctx = quick_context(STREAM)
-    assert unwrap_optimizer(ctx.optimizer) is ctx.optimizer and call_hook(Sequential(), "compute_penalty", ctx) is None
+    loop = quick_loop(STREAM); raw = loop.engine.raw
+    assert unwrap_optimizer(raw) is raw and call_hook(Sequential(), "compute_penalty", loop.ctx) is None
+    for bad in (-1, "3", None, float("nan"), float("inf"), True, [1]):
+        with pytest.raises(ValueError, match="x must be a number at least 0"): check_number("x", bad, 0)
+    with pytest.raises(ValueError, match="x must be True or False, found 1"): check_flag("x", 1)
     for bad in (0, 1.5, True, "3"):
         with pytest.raises(ValueError, match="n must be a whole number"): check_count("n", bad)
     with pytest.raises(ValueError, match="must be one of 'a', 'b', found 'c'"): check_choice("x", "c", "ab")
@@ -249,16 +254,16 @@ def test_small_checks():
 
 def test_an_algorithm_that_tracks_no_parameter_says_so():
     for name in ("mir", "ewc"):
-        ctx = quick_context(STREAM); ctx.raw_model.requires_grad_(False)
-        with pytest.raises(ValueError, match="no trained parameter"): quick_task(make_algo(name), ctx, 0, steps=1)
+        loop = quick_loop(STREAM); loop.ctx.policy.requires_grad_(False)
+        with pytest.raises(ValueError, match="no trained parameter"): quick_task(make_algo(name), loop, 0, steps=1)
 
 
 # --- MIR
 def second_task(head, seed=0, steps=15):
     "A context a little into the second task."
-    ctx = quick_context(quick_stream(seed), head, seed)
-    quick_task(None, ctx, 0, steps=100); quick_task(None, ctx, 1, steps=steps)
-    return ctx, ctx.loader.next(22)
+    loop = quick_loop(quick_stream(seed), head, seed)
+    quick_task(None, loop, 0, steps=100); quick_task(None, loop, 1, steps=steps)
+    return loop.ctx, loop.ctx.loader.next(22)
 
 @pytest.mark.parametrize("head", ["l1", "mse", "flow"])
 def test_score_ranks_like_the_true_change(head):
@@ -273,7 +278,7 @@ class Lookup(torch.nn.Module):
     "One weight for each of 32 situations, shared by the conflicting half."
     def __init__(self): super().__init__(); self.w = torch.nn.Parameter(torch.zeros(32)); self.register_buffer("calls", torch.zeros(()))
     def draw(self, B, generator): return None, None
-    def forward(self, batch, *, noise=None, time=None, reduction="mean", generator=None):
+    def forward(self, batch, *, noise=None, time=None, reduction="mean"):
         self.calls += 1
         if self.training: torch.rand(1)
         loss = (self.w[batch["x"]] - batch["y"])**2
@@ -282,7 +287,7 @@ class Lookup(torch.nn.Module):
 
 @pytest.mark.parametrize("opt", [lambda p: torch.optim.SGD(p, .1), lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.)])
 def test_oracle_conflict_is_found(opt):
-    model = Lookup(); ctx = CLContext(raw_model=model, optimizer=opt(model.parameters()))
+    model = Lookup(); ctx = Loop(CLContext(policy=model), Engine(model, opt(model.parameters()))).ctx
     current = dict(x=torch.arange(8).repeat(4), y=torch.ones(32))        # pulls weights 0..7 up
     x = torch.randperm(32, generator=torch_rng(0, "x")); old = dict(x=x, y=-torch.ones(32))
     top = interference(ctx, current, old, torch_rng(0, "n")).topk(8).indices
@@ -293,7 +298,7 @@ def test_oracle_conflict_is_found(opt):
 def test_scoring_leaves_no_trace(raises, training):
     model = Lookup().train(training); opt = torch.optim.AdamW(model.parameters(), 1e-2)
     model.w.grad = torch.ones(32); opt.step()
-    ctx = CLContext(raw_model=model, optimizer=opt, max_norm=1.)
+    ctx = Loop(CLContext(policy=model), Engine(model, opt, max_norm=1.)).ctx
     before = deepcopy((model.state_dict(), opt.state_dict())),torch.get_rng_state(),model.w.grad.clone()
     old = dict(x=torch.arange(4), y=torch.ones(4)) | (dict(bad=[1]*4) if raises else {})
     current = dict(x=torch.arange(4), y=torch.ones(4))
@@ -317,49 +322,52 @@ def test_refused_optimizers():
     model = Lookup(); batch = dict(x=torch.arange(4), y=torch.ones(4))
     for opt in (torch.optim.RMSprop(model.parameters(), 1e-2), torch.optim.AdamW(model.parameters(), 1e-2, amsgrad=True)):
         with pytest.raises(ValueError, match="AdamW .* and of SGD"):
-            interference(CLContext(raw_model=model, optimizer=opt), batch, batch, torch_rng(0, "n"))
+            interference(Loop(CLContext(policy=model), Engine(model, opt)).ctx, batch, batch, torch_rng(0, "n"))
 
 def test_frozen_parameters_stay_out_and_bf16_works():
     ctx,current = second_task("flow")
-    ctx.raw_model.net[0].requires_grad_(False)
+    ctx.policy.net[0].requires_grad_(False)
     assert len(interference(ctx, current, ctx.data.fetch("task0", range(5)), torch_rng(0, "n"))) == 5
-    ctx.raw_model.requires_grad_(True).bfloat16()
-    ctx.engine = Engine(ctx.raw_model, torch.optim.AdamW(ctx.raw_model.parameters(), 1e-2))
+    ctx.policy.requires_grad_(True).bfloat16()
+    ctx.bind(Engine(ctx.policy, torch.optim.AdamW(ctx.policy.parameters(), 1e-2)))
     half = lambda b: {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k,v in b.items()}
-    draw = ctx.raw_model.draw
-    ctx.raw_model.draw = lambda *a: tuple(x.bfloat16() for x in draw(*a))
+    draw = ctx.policy.draw
+    ctx.policy.draw = lambda *a: tuple(x.bfloat16() for x in draw(*a))
     s = interference(ctx, half(current), half(ctx.data.fetch("task0", range(5))), torch_rng(0, "n"))
     assert s.dtype == torch.float32 and s.isfinite().all() and (s != 0).any()
 
 @pytest.mark.parametrize("steps,refresh", [(20, 1), (20, 7), (20, 20), (20, 21)])
 @pytest.mark.parametrize("between", ["draw", "cache"])
 def test_refresh_count(steps, refresh, between):
-    mir,ctx = MIR(refresh=refresh, between=between),quick_context(STREAM)
-    quick_task(mir, ctx, 0, steps=3); assert mir.n_refresh == 0
-    quick_task(mir, ctx, 1, steps=steps); assert mir.n_refresh == steps//refresh
+    mir,loop = MIR(refresh=refresh, between=between),quick_loop(STREAM)
+    ctx = loop.ctx
+    quick_task(mir, loop, 0, steps=3); assert mir.n_refresh == 0
+    quick_task(mir, loop, 1, steps=steps); assert mir.n_refresh == steps//refresh
 
 def test_between_refreshes_draw_keeps_variety_and_cache_does_not():
     kinds = {}
     for between in ("draw", "cache"):
-        mir,ctx,seen = MIR(refresh=30, between=between, replay_ratio=.5),quick_context(STREAM),set()
-        quick_task(mir, ctx, 0, steps=3); quick_task(mir, ctx, 1, steps=30)
+        mir,loop,seen = MIR(refresh=30, between=between, replay_ratio=.5),quick_loop(STREAM),set()
+        ctx = loop.ctx
+        quick_task(mir, loop, 0, steps=3); quick_task(mir, loop, 1, steps=30)
         for _ in range(25):
-            cl_step(mir, ctx, 8); seen |= {(t, i) for t,i in zip(ctx.batch[TASK_ID][4:], ctx.batch[INDEX][4:].tolist())}
+            cl_step(mir, loop, 8); seen |= {(t, i) for t,i in zip(ctx.batch[TASK_ID][4:], ctx.batch[INDEX][4:].tolist())}
         kinds[between] = len(seen)
     assert kinds["cache"] == 8 and kinds["draw"] > 80
 
 def test_the_worst_candidates_are_replayed_at_a_refresh():
-    mir,ctx = MIR(refresh=1, top_k=8, replay_ratio=.5),quick_context(STREAM)
-    quick_task(mir, ctx, 0, steps=3); quick_task(mir, ctx, 1, steps=2, B=8)
+    mir,loop = MIR(refresh=1, top_k=8, replay_ratio=.5),quick_loop(STREAM)
+    ctx = loop.ctx
+    quick_task(mir, loop, 0, steps=3); quick_task(mir, loop, 1, steps=2, B=8)
     got = list(zip(ctx.batch[TASK_ID][4:], ctx.batch[INDEX][4:].tolist()))
     assert got == [(t, int(mir.buf.frames[t][p])) for t,p in mir.cache[:4]]
 
 def test_cost_in_samples_is_bounded():
     def passes(algo):
-        ctx,seen = quick_context(STREAM),[]
-        quick_task(algo, ctx, 0, steps=2)
-        ctx.raw_model.net.register_forward_hook(lambda m, x, y: seen.append(len(y)))
-        quick_task(algo, ctx, 1, steps=200); return sum(seen)
+        loop,seen = quick_loop(STREAM),[]; ctx = loop.ctx
+        quick_task(algo, loop, 0, steps=2)
+        ctx.policy.net.register_forward_hook(lambda m, x, y: seen.append(len(y)))
+        quick_task(algo, loop, 1, steps=200); return sum(seen)
     er = passes(ER())
     assert passes(MIR(refresh=50)) <= 1.05*er and passes(MIR(refresh=200)) <= 1.02*er
 
@@ -369,7 +377,7 @@ class Model(torch.nn.Module):
     "Linear-Gaussian or logistic regression as a policy."
     def __init__(self, w, kind): super().__init__(); self.w,self.kind = torch.nn.Parameter(w.clone()),kind
     def draw(self, B, generator): return None, None
-    def forward(self, batch, *, noise=None, time=None, reduction="mean", generator=None):
+    def forward(self, batch, *, noise=None, time=None, reduction="mean"):
         z,y = batch["x"]@self.w,batch["y"]
         loss = .5*(z-y)**2 if self.kind == "gauss" else torch.nn.functional.binary_cross_entropy_with_logits(z, y, reduction="none")
         return (loss.mean() if reduction == "mean" else loss), {}
@@ -379,7 +387,7 @@ def test_fisher_is_the_analytic_one(kind):
     g = torch_rng(0, "fisher"); w = torch.tensor([1., -.5, .3])
     x = torch.randn(2000, 3, generator=g)*torch.tensor([1., 2., .5]); p = torch.sigmoid(x@w)
     y = x@w + torch.randn(2000, generator=g) if kind == "gauss" else (torch.rand(2000, generator=g) < p).float()
-    ctx = CLContext(raw_model=Model(w, kind), optimizer=None)
+    ctx = CLContext(policy=Model(w, kind))
     batches = [dict(x=a, y=b) for a,b in zip(x.split(10), y.split(10))]
     known = (x**2 if kind == "gauss" else (p*(1-p))[:, None]*x**2).mean(0)
     assert torch.allclose(fisher(ctx, batches, "sample")/known, torch.ones(3), atol=.2)
@@ -389,30 +397,31 @@ def test_fisher_is_the_analytic_one(kind):
     assert torch.allclose(fisher(ctx, batches, "batch"), (grads.view(-1, 10, 3).mean(1)**2).mean(0), rtol=1e-4)
 
 def test_estimation_changes_nothing():
-    ctx = quick_context(STREAM, head="flow"); quick_task(None, ctx, 0, steps=5)
+    loop = quick_loop(STREAM, head="flow"); ctx,raw = loop.ctx,loop.engine.raw; quick_task(None, loop, 0, steps=5)
     for p in ctx.params().values(): p.grad = torch.full_like(p, 3.)
-    before = deepcopy((ctx.raw_model.state_dict(), ctx.optimizer.state_dict())),torch.get_rng_state(),ctx.loader.state_dict()
+    before = deepcopy((ctx.policy.state_dict(), raw.state_dict())),torch.get_rng_state(),ctx.loader.state_dict()
     for form in ("sample", "batch"): fisher(ctx, ctx.loader.sample_batches(2, 4, "fisher"), form, torch_rng(0, "n"))
-    assert all(torch.equal(v, before[0][0][k]) for k,v in ctx.raw_model.state_dict().items())
-    for i,s in ctx.optimizer.state_dict()["state"].items():
+    assert all(torch.equal(v, before[0][0][k]) for k,v in ctx.policy.state_dict().items())
+    for i,s in raw.state_dict()["state"].items():
         assert all(torch.equal(v, before[0][1]["state"][i][k]) for k,v in s.items())
     assert torch.equal(torch.get_rng_state(), before[1]) and ctx.loader.state_dict() == before[2]
-    assert ctx.raw_model.training and (ctx.grads() == 3).all()
+    assert ctx.policy.training and (flat(ctx.grads()) == 3).all()
 
 def test_same_generator_same_fisher():
-    ctx = quick_context(STREAM, head="flow"); b = [STREAM.train.fetch("task0", range(6))]
+    ctx = quick_loop(STREAM, head="flow").ctx; b = [STREAM.train.fetch("task0", range(6))]
     assert torch.equal(*[fisher(ctx, b, "sample", torch_rng(0, "n")) for _ in range(2)])
 
 def test_penalty_and_its_gradient():
-    ewc,ctx = EWC(lam=3., n_batches=1),quick_context(STREAM)
-    quick_task(ewc, ctx, 0, steps=5)
-    ps = ctx.params(); anchor = flatten(ps.values()).detach().clone()
+    ewc,loop = EWC(lam=3., n_batches=1),quick_loop(STREAM)
+    ctx = loop.ctx
+    quick_task(ewc, loop, 0, steps=5)
+    ps = ctx.params(); anchor = flat(ps.values()).detach().clone()
     assert ewc.compute_penalty(ctx).item() == 0
     d = torch.randn(len(anchor), generator=torch_rng(0, "d"))*.1
-    with torch.no_grad(): [p.copy_(v) for p,v in zip(ps.values(), unflatten(anchor+d, ps).values())]
+    with torch.no_grad(): [p.copy_(v) for p,v in zip(ps.values(), unflat(anchor+d, ps.values()))]
     pen = ewc.compute_penalty(ctx)
     assert torch.allclose(pen, 1.5*(ewc.F*d*d).sum(), rtol=1e-4)
-    assert torch.allclose(flatten(torch.autograd.grad(pen, list(ps.values()))), 3*ewc.F*d, rtol=1e-3, atol=1e-6)
+    assert torch.allclose(flat(torch.autograd.grad(pen, list(ps.values()))), 3*ewc.F*d, rtol=1e-3, atol=1e-6)
     assert abs(float(ewc.F.mean())-1) < .05 and ewc.F.max() <= 100
 
 def test_separate_springs_are_the_sum_and_online_ones_fade():
@@ -425,29 +434,31 @@ def test_separate_springs_are_the_sum_and_online_ones_fade():
     assert torch.allclose(on.F, sum(.7**(3-k)*F for k,F in enumerate(Fs))) and torch.equal(on.anchor, As[3])
 
 def test_resume_gives_the_same_penalty(tmp_path):
-    ewc,ctx = EWC(n_batches=1),quick_context(STREAM)
-    for t in range(2): quick_task(ewc, ctx, t, steps=5)
-    quick_task(None, ctx, 2, steps=5)
+    ewc,loop = EWC(n_batches=1),quick_loop(STREAM)
+    ctx = loop.ctx
+    for t in range(2): quick_task(ewc, loop, t, steps=5)
+    quick_task(None, loop, 2, steps=5)
     save_state(tmp_path/"s", ewc.state_dict()); other = EWC(n_batches=1); other.load_state_dict(load_state(tmp_path/"s"))
     a,b = ewc.compute_penalty(ctx).item(),other.compute_penalty(ctx).item()
     assert a > 0 and abs(a-b) <= 1e-6*a
 
 def test_stiffness_to_its_limits():
     def moved(lam):
-        ewc,ctx = EWC(lam=lam, n_batches=1),quick_context(STREAM)
-        quick_task(ewc, ctx, 0, steps=60); a = flatten(ctx.params().values()).detach().clone()
-        quick_task(ewc, ctx, 1, steps=60); return float((ewc.F*(flatten(ctx.params().values()).detach()-a)**2).mean())
+        ewc,loop = EWC(lam=lam, n_batches=1),quick_loop(STREAM)
+        ctx = loop.ctx
+        quick_task(ewc, loop, 0, steps=60); a = flat(ctx.params().values()).detach().clone()
+        quick_task(ewc, loop, 1, steps=60); return float((ewc.F*(flat(ctx.params().values()).detach()-a)**2).mean())
     far = [moved(lam) for lam in (0., 1., 1e4)]
     assert far[0] > far[1] > far[2] and far[0] > 10*far[2], far
 
 def test_nan_names_the_parameter():
-    ctx = quick_context(STREAM); ctx.raw_model.net[4].bias.data[0] = float("nan")
+    ctx = quick_loop(STREAM).ctx; ctx.policy.net[4].bias.data[0] = float("nan")
     with pytest.raises(RuntimeError, match="'net.0.weight' is not finite"): fisher(ctx, [STREAM.train.fetch("task0", range(3))])
 
 def test_springs_of_other_parameters_are_refused():
-    ewc,ctx = EWC(n_batches=1),quick_context(STREAM); quick_task(ewc, ctx, 0, steps=2)
-    ctx.raw_model.net[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="net.0.weight"): quick_task(ewc, ctx, 1, steps=1)
+    ewc,loop = EWC(n_batches=1),quick_loop(STREAM); ctx = loop.ctx; quick_task(ewc, loop, 0, steps=2)
+    ctx.policy.net[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="net.0.weight"): quick_task(ewc, loop, 1, steps=1)
 
 
 # --- all of them
@@ -457,14 +468,20 @@ def plain(): return quick_run(None, STREAM, steps=60)
 @pytest.mark.parametrize("name", [n for n in algos if n != "sequential"])
 def test_forgets_less_than_fine_tuning(name, plain):
     kw = dict(n_batches=2) if name == "ewc" else {}
-    R = quick_run(make_algo(name, seed=0, **kw), STREAM, steps=60)
+    R = quick_run(make_algo(name, 0, **kw), STREAM, steps=60)
     assert R[2, 0] < .6*plain[2, 0]
 
 def test_unknown_names():
     with pytest.raises(ValueError, match="did you mean 'mir'"): make_algo("mirr")
     with pytest.raises(ValueError, match="did you mean 'candidates'"): make_algo("mir", candidate=3)
     with pytest.raises(ValueError, match="top_k=20 is more than candidates=16"): make_algo("mir", top_k=20)
-    for kw in (dict(refresh=0), dict(candidates=-1), dict(n_draws=0), dict(between="never")):
+    with pytest.raises(ValueError, match="seed is the run's own"): make_algo("er", 0, **{"seed": 5})
+    for kw in (dict(refresh=0), dict(candidates=-1), dict(n_draws=0), dict(between="never"), dict(refresh={"every": 3}),
+               dict(between=["draw"])):
         with pytest.raises(ValueError): make_algo("mir", **kw)
-    for kw in (dict(mode="offline"), dict(form="mean"), dict(gamma=2), dict(n_batches=0)):
+    for kw in (dict(mode="offline"), dict(form="mean"), dict(gamma=2), dict(n_batches=0), dict(lam="big"), dict(lam=None),
+               dict(normalise="yes"), dict(f_max=0)):
         with pytest.raises(ValueError): make_algo("ewc", **kw)
+    for kw in (dict(replay_ratio="half"), dict(replay_ratio=[.5]), dict(buffer_size="all"), dict(buffer_size=2.5)):
+        with pytest.raises(ValueError): make_algo("er", **kw)
+    assert algo_settings("er")["replay_ratio"] == .3 and "seed" not in algo_settings("mir") and algo_settings("joint") == {}

@@ -8,7 +8,8 @@ from clvla.core.files import write_json
 from clvla.eval.compare import (REPEAT, cost_table, group, holm, label, paired_table, read_run, read_runs, summary,
     versus, wide)
 from clvla.eval.stats import mcnemar
-from clvla.train.config import FREE
+from clvla.run.config import table
+from clvla.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]; IDS = ["a", "b", "c"]
 
@@ -86,7 +87,7 @@ def test_later_evaluations_are_compared_as_runs_are(runs_dir):
 
 
 def test_what_repetitions_may_differ_in_is_what_computes_nothing():
-    assert set(REPEAT) == {"seed", *FREE}
+    assert set(REPEAT) == {"seed", *table(RunConfig, "FREE")}
 
 
 def test_holm(): assert holm([.01, .04, .03, float("nan")])[:3] == pytest.approx([.03, .06, .06])

@@ -16,7 +16,8 @@ from clvla.data.stats import (Processor, array_stats, check_stats, compute_stats
     recompute_stats, write_stats)
 from clvla.data.partition import partitions
 from clvla.data.streams import Stream, Task, stream_from, stream_json
-from clvla.envs.all import kind_of, kinds, make_stream, stream_names
+from clvla.envs.all import defaults_of, kind_of, kinds, make_stream, stream_names
+from clvla.envs.kind import Kind
 from clvla.envs.metaworld.tasks import MT50, metaworld_task
 
 torch.set_num_threads(1)
@@ -50,10 +51,13 @@ def test_registered_streams(name):
     s = make_stream(name)
     assert len(s.stages) == len(s) == len(s.tasks)*s.cycles
     assert [g.t for g in s.stages] == list(range(len(s)))
-    said = {k: text for k,(_,text) in MT50.items()} | {libero_id(o): libero_prompt(o) for o in SUITE_OF}
-    assert all(s[g.task.id] is g.task and g.task.env["max_steps"] >= 150 and g.task.prompt == said[g.task.id]
-               for g in s.stages)
+    assert all(s[g.task.id] is g.task for g in s.stages)
     assert stream_from(json.loads(json.dumps(stream_json(s)))) == s
+
+@pytest.mark.parametrize("name", [name for kind in ("metaworld", "libero") for name in kinds[kind].streams()])
+def test_prompts_and_limits_of_robots(name):
+    prompts = {k: text for k,(_,text) in MT50.items()} | {libero_id(o): libero_prompt(o) for o in SUITE_OF}
+    for task in make_stream(name).tasks: assert (task.prompt, task.env["max_steps"] >= 150) == (prompts[task.id], True)
 
 @pytest.mark.parametrize("order", [[0,1,2], [2,1,0], [1,2,0], ["faucet-open","handle-press","window-close"]])
 @pytest.mark.parametrize("cycles", [1,3])
@@ -75,6 +79,52 @@ def test_order_and_cycles(order, cycles):
     ("mw5", dict(partition="by_taskindex"), "did you mean 'by_task_index'?")])
 def test_bad_streams(spec, kw, said):
     with pytest.raises(ValueError, match=said.replace("?", r"\?").replace("..", r"\.\.")): make_stream(spec, **kw)
+
+@pytest.mark.parametrize("spec,said", [
+    (dict(base="mw5", env=dict(max_stepz=9)), "did you mean 'max_steps'"), (dict(base="mw5", eval_env=dict(max_stepz=9)), "did you mean 'max_steps'"),
+    (dict(base="mw5", env=dict(max_steps="9")), "'max_steps' is '9', expected int"), (dict(base="mw5", env=dict(max_steps=True)), "expected int"),
+    (dict(base="mw5", env=dict(max_steps=0)), "found 0"), (dict(base="libero_goal", env=dict(protokol="fast")), "did you mean 'protocol'"),
+    (dict(base="mw5", env=dict(cell=.1)), "has no entry 'cell'"), (dict(base="mw5", probes=["pull"]), "no task 'pull'"),
+    (dict(base="mw5", budget={"pull": 9}), "no task 'pull'"), (dict(base="mw5", budget=0), "above 0, found 0"), (dict(base="mw5", budget={"faucet-open": "9"}), "found '9'"),
+    (dict(base="mw5", metaword={}), "did you mean 'metaworld'"), ("", "name is empty"), ([], "name is empty"), ([""], "name is empty")])
+def test_nested_entries_are_checked_at_the_door(spec, said):
+    with pytest.raises(ValueError, match=said): make_stream(spec)
+
+def test_a_registered_task_with_an_unknown_entry_is_refused():
+    task = metaworld_task("push"); wrong = Task("x", "x", "x", task.env|dict(max_stepz=9))
+    with pytest.raises(ValueError, match="env of task 'x' has no entry 'max_stepz'"): make_stream(Stream("mine", (task, wrong)))
+
+def test_probes_budgets_and_environments_of_evaluation():
+    s = make_stream(dict(base="mw5", num_tasks=3, probes=["faucet-open-v3"], budget=70, eval_env=dict(max_steps=200), task_order=[2,1,0]), cycles=2)
+    assert s.ids == ["faucet-open", "window-close", "handle-press"] and [g.task.id for g in s.stages] == ["window-close", "handle-press"]*2
+    assert {t.budget for t in s.tasks} == {70} and {t.eval_env["max_steps"] for t in s.tasks} == {200} and len(s) == 4
+    assert stream_from(json.loads(json.dumps(stream_json(s)))) == s
+
+def test_streams_that_were_stored_before_the_newer_entries_are_read():
+    d = stream_json(make_stream("mw5"))
+    older = d | dict(tasks=[{k: t[k] for k in ("id", "name", "prompt", "env", "source")} for t in d["tasks"]])
+    assert stream_from(older) == make_stream("mw5")
+
+def test_defaults_follow_from_the_stream_that_was_made(sets, tmp_path):
+    folder = tmp_path/"libero_goal"; sets["own"].rename(folder)   # a folder whose name says nothing of what is in it
+    try: assert defaults_of(make_stream(folder))["n_demos"] == 25
+    finally: folder.rename(sets["own"])
+    mixed = [kinds[k].streams()[name].tasks[0] for k, name in (("libero", "libero_goal"), ("metaworld", "mw5"))]
+    assert [defaults_of(Stream("x", order))["n_demos"] for order in (mixed, mixed[::-1])] == [50, 25]
+
+def test_kinds_of_somebody_else():
+    class Mine: entries = ("speed",)
+    kinds["mine"] = Kind(label="Mine", env=Mine, defaults=dict(n_demos=3))
+    try:
+        task = Task("a", "a", "Go", dict(kind="mine", name="a", speed=2))
+        s = make_stream(Stream("mine", (task,)))
+        assert defaults_of(s) == Kind.defaults | dict(n_demos=3) and kind_of(task).recipe == Kind.recipe
+        with pytest.raises(ValueError, match="did you mean 'speed'"): make_stream(dict(base=s, env=dict(spede=3)))
+    finally: kinds.pop("mine")
+    kinds["bare"] = Mine
+    try:
+        with pytest.raises(ValueError, match="expected a Kind; register Kind"): kind_of(dict(kind="bare", name="a"))
+    finally: kinds.pop("bare")
 
 def test_empty_or_doubled_streams():
     with pytest.raises(ValueError, match="no tasks"): Stream("x", ())

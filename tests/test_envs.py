@@ -144,3 +144,20 @@ def test_gl_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     with pytest.raises(ImportError, match="apt-get install libosmesa6"): use_gl(find=lambda lib: None)
     assert use_gl(find=lambda lib: lib) == "osmesa"
+
+def test_a_backend_that_cannot_open_a_context_is_refused_before_a_run(monkeypatch):
+    "`check_gl` opens a context in another process for egl and glfw; it changes nothing here, and asks once."
+    asked = []
+    monkeypatch.setattr("clvla.envs.render._open_context", lambda gl: asked.append(gl) or "no device")
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    with pytest.raises(ImportError, match="MUJOCO_GL=egl cannot open a GL context here .no device.: unset it"): check_gl(find=lambda lib: lib)
+    assert check_gl(find=lambda lib: lib, draw=False) == "egl" and asked == ["egl"]
+    monkeypatch.setenv("MUJOCO_GL", "osmesa"); assert check_gl(find=lambda lib: lib) == "osmesa" and asked == ["egl"]
+    monkeypatch.delenv("MUJOCO_GL"); assert check_gl() and "MUJOCO_GL" not in os.environ
+
+def test_cameras_of_different_sizes_and_entries_that_nobody_reads():
+    env = make_env({"kind": "dot", "name": "up", "cameras": {"front": 20, "wrist": None}}, image_size=8)
+    assert {k: v.shape for k,v in env.reset(0).items() if "images" in k} == {IMAGE: (20, 20, 3), "observation.images.wrist": (8, 8, 3)}
+    for cameras in (["wrist"], ["front", "back"], ["front", "front"], [], {"front": 0}, {"front": 2.5}):
+        with pytest.raises(ValueError, match="cameras are 'front'|whole number of pixels"): make_env({"kind": "dot", "name": "up", "cameras": cameras})
+    with pytest.raises(ValueError, match="did you mean 'discrete'"): make_env({"kind": "dot", "name": "up", "discret": True})

@@ -7,7 +7,8 @@ from safetensors.torch import load_file, save, save_file
 from torch import nn
 from clvla.core.batch import torch_rng
 from clvla.cl.all import make_algo
-from clvla.cl.base import CLContext, call_hook, cl_step
+from clvla.cl.base import CLContext, call_hook
+from clvla.cl.engine import Engine, Loop, cl_step
 from clvla.cl.mir import interference
 from clvla.cl.quick import QuickData, QuickLoader, QuickStream
 from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
@@ -166,14 +167,14 @@ def cl_context(policy):
     data = QuickData({t: make_batch(24, i, t) for i,t in enumerate(("push", "pull"))})
     stream = QuickStream(("push", "pull"), data, data)
     opt = torch.optim.AdamW(param_groups(policy, 1e-2, .1))
-    return CLContext(raw_model=policy, optimizer=opt, stream=stream, data=data, max_norm=1.,
-                     generator=torch_rng(0, "lora noise"))
+    return Loop(CLContext(policy=policy, stream=stream, data=data), Engine(policy, opt, max_norm=1.), torch_rng(0, "lora noise"))
 
-def cl_task(algo, ctx, t, steps=3):
+def cl_task(algo, loop, t, steps=3):
+    ctx = loop.ctx
     ctx.t,ctx.task_id,ctx.step = t,ctx.stream.ids[t],0
     ctx.loader = QuickLoader(ctx.data, [ctx.task_id], 0, f"stage {t}")
     call_hook(algo, "on_task_start", ctx)
-    for _ in range(steps): cl_step(algo, ctx, 6)
+    for _ in range(steps): cl_step(algo, loop, 6)
     call_hook(algo, "on_task_end", ctx)
 
 @pytest.mark.parametrize("name,kw", [("sequential", {}), ("er", dict(replay_ratio=.5)),
@@ -181,19 +182,19 @@ def cl_task(algo, ctx, t, steps=3):
                                      ("ewc", dict(n_batches=1, B=4, lam=10.))])
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_algorithms_train_adapters_and_nothing_that_is_frozen(name, kw, pretrained):
-    p = add_lora(small(), 2, pretrained=pretrained); ctx,algo = cl_context(p),make_algo(name, 0, **kw)
+    p = add_lora(small(), 2, pretrained=pretrained); loop,algo = cl_context(p),make_algo(name, 0, **kw); ctx = loop.ctx
     frozen = bits(p, True); assert ctx.params().keys() == bits(p, False).keys()
-    cl_task(algo, ctx, 0); between = bits(p, False); cl_task(algo, ctx, 1)
+    cl_task(algo, loop, 0); between = bits(p, False); cl_task(algo, loop, 1)
     assert same(bits(p, True), frozen)
     assert all(not torch.equal(v, between[k]) for k,v in bits(p, False).items() if ".lora_" in k)
-    assert {id(q) for q in ctx.raw_optimizer.state} == {id(q) for q in p.parameters() if q.requires_grad}
-    if name in ("er", "mir"): assert ctx.drawn["push"] == 18+9   # its own steps, and half of the next ones
+    assert {id(q) for q in loop.engine.raw.state} == {id(q) for q in p.parameters() if q.requires_grad}
+    if name in ("er", "mir"): assert loop.drawn["push"] == 18+9   # its own steps, and half of the next ones
     if name == "ewc":
         assert algo.names == list(ctx.params()) and algo.F.numel() == n_params(p)
         assert float(ctx.penalty.detach()) > 0
 
 def test_mirs_look_aside_leaves_every_weight_as_it_was():
-    p = add_lora(small(), 2); ctx = cl_context(p); cl_task(make_algo("sequential", 0), ctx, 0)
+    p = add_lora(small(), 2); loop = cl_context(p); ctx = loop.ctx; cl_task(make_algo("sequential", 0), loop, 0)
     loss_of(p, make_batch(7), torch_rng(7, "grad"))[0].backward()   # a gradient stands, as it does between backward and step
     gradients = lambda: {k: q.grad.clone() for k,q in p.named_parameters() if q.grad is not None}
     before,grads,state = bits(p),gradients(),torch.get_rng_state(); assert grads.keys() == bits(p, False).keys()

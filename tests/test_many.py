@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from chaos import alive, environment, wait_for
+from clvla.core.config import config_json
 from clvla.core.files import read_json
 from clvla.run.checkpoint import checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.run.shell import fingerprint
+from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder, descendants
 from clvla.run.stop import EXIT_STOPPED
 
+HERE = Path(__file__).parent
 SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32,
              suite=dict(base="mw5", num_tasks=2))
 ALGOS = {"sequential": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": dict(algo_kw=dict(n_batches=2, B=8))}
@@ -37,12 +40,37 @@ def start(cfg, **env):
                                 env=os.environ | {"OMP_NUM_THREADS": "1"} | env)
 
 
-def run(home, name, **kw):
-    "A finished run of that name, made when it is first asked for."
-    cfg = config(home, name, **kw)
-    if not (Path(cfg.run_dir)/"done.json").exists():
-        assert start(cfg).wait(400) == 0, (Path(cfg.run_dir)/"console.txt").read_text()[-4000:]
-    return RunFolder(cfg.run_dir)
+ONE = {a: dict(algo=a, evaluate="lower" if a == "er" else "none", **kw) for a, kw in ALGOS.items()}
+FROZEN = dict(algo="sequential", lr=1e-30, weight_decay=0., ema=0., n_trials=3, rows_per_task=2)
+LORA = dict(algo="mir", lora_rank=4, accumulation=2, evaluate="none", **ALGOS["mir"])
+KILLED = dict(algo="mir", num_processes=2, save_every=2, steps_per_task=8, evaluate="none", **ALGOS["mir"])
+STOPPED = dict(algo="er", num_processes=2, steps_per_task=150, evaluate="none", strategy="zero2")
+IN_EVALUATION = dict(algo="er", num_processes=2, n_trials=8)
+TWO = {f"{a}-{s}": dict(num_processes=2, strategy=s, **kw) for s in ("ddp", "zero2") for a, kw in ONE.items()}
+TWO |= {f"er-{s}": dict(algo="er", ema=0., num_processes=2, strategy=s) for s in ("zero1", "zero3")}
+TWO |= {"frozen-2": dict(FROZEN, num_processes=2), "lora-2": dict(LORA, num_processes=2), "whole": KILLED, "whole-signal": STOPPED,
+        "whole-eval": IN_EVALUATION}
+
+
+@pytest.fixture(scope="module")
+def two(home):
+    "Finished runs of two processes, by name: the same pair of processes made them all, one after another."
+    configs = [config(home, name, **kw) for name, kw in TWO.items()]
+    (home/"configs.json").write_text(json.dumps([config_json(c) for c in configs]))
+    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE/"ranks_serve.py"), str(home/"configs.json")]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    p = subprocess.Popen(cmd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try: out = p.communicate(timeout=400)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        pytest.fail("two processes hang:\n"+p.communicate()[0][-4000:], pytrace=False)
+    assert p.returncode == 0, out[-6000:]
+    return {name: RunFolder(c.run_dir) for name, c in zip(TWO, configs)}
+
+
+def one(home, name, **kw):
+    "A finished run of one process, made in this one when it is first asked for."
+    return train_cl(config(home, name, **kw), say=len)
 
 
 def losses(r): return np.array([l["train/loss"] for l in r.logs() if "train/loss" in l])
@@ -52,35 +80,30 @@ def drawn(r): return [l["drawn"] for l in r.logs() if "drawn" in l]
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize("algo", list(ALGOS))
-def test_two_processes_are_one(home, algo, strategy):
+def test_two_processes_are_one(home, two, algo, strategy):
     "Loss curves agree to rounding, what was drawn is the same, every cell is measured once."
-    kw = dict(algo=algo, evaluate="lower" if algo == "er" else "none", **ALGOS[algo])
-    one, two = run(home, f"{algo}-1", **kw), run(home, f"{algo}-{strategy}", num_processes=2, strategy=strategy, **kw)
-    assert len(losses(one)) == 12 and np.abs(losses(one)-losses(two)).max() < 2e-5
-    assert drawn(one) == drawn(two) and sum(drawn(two)[1].values()) == 6*16
+    alone, both = one(home, f"{algo}-1", **ONE[algo]), two[f"{algo}-{strategy}"]
+    assert len(losses(alone)) == 12 and np.abs(losses(alone)-losses(both)).max() < 2e-5
+    assert drawn(alone) == drawn(both) and sum(drawn(both)[1].values()) == 6*16
     key = lambda r: sorted((e["stage"], e["task"], e["trial"]) for e in r.episodes())
-    assert key(one) == key(two) and len(key(two)) == (6 if algo == "er" else 0) and not list(two.path.glob("episodes-*.jsonl"))
+    assert key(alone) == key(both) and len(key(both)) == (6 if algo == "er" else 0) and not list(both.path.glob("episodes-*.jsonl"))
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_other_stages_of_zero(home, strategy):
-    kw = dict(algo="er", ema=0.)
-    one, two = run(home, "er-1-plain", **kw), run(home, f"er-{strategy}", num_processes=2, strategy=strategy, **kw)
-    assert np.abs(losses(one)-losses(two)).max() < 2e-5 and len(two.episodes()) == 6
+def test_other_stages_of_zero(home, two, strategy):
+    alone, both = one(home, "er-1-plain", algo="er", ema=0.), two[f"er-{strategy}"]
+    assert np.abs(losses(alone)-losses(both)).max() < 2e-5 and len(both.episodes()) == 6
 
 
-def test_the_matrix_of_the_same_weights_does_not_depend_on_processes(home):
+def test_the_matrix_of_the_same_weights_does_not_depend_on_processes(home, two):
     "Without training in between, the policy is the same to the bit, and so is every episode."
-    kw = dict(algo="sequential", lr=1e-30, weight_decay=0., ema=0., n_trials=3, rows_per_task=2)
-    one, two = run(home, "frozen-1", **kw), run(home, "frozen-2", num_processes=2, **kw)
-    assert episodes(one) == episodes(two) and len(episodes(one)) == 9
+    alone = one(home, "frozen-1", **FROZEN)
+    assert episodes(alone) == episodes(two["frozen-2"]) and len(episodes(alone)) == 9
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_killed_and_started_again(home, strategy):
+def test_killed_and_started_again(home, two):
     "SIGKILL of one rank inside the second task; the other ends, too, and the run goes on to the same fingerprint."
-    kw = dict(algo="mir", num_processes=2, strategy=strategy, save_every=2, steps_per_task=8, evaluate="none", **ALGOS["mir"])
-    whole, cfg = run(home, f"whole-{strategy}", **kw), config(home, f"killed-{strategy}", **kw)
+    whole, cfg = two["whole"], config(home, "killed", **KILLED)
     log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 12)
     os.kill(ranks(p.pid)[1], signal.SIGKILL)
@@ -89,10 +112,9 @@ def test_killed_and_started_again(home, strategy):
     assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_a_signal_stops_all_at_the_same_update(home, strategy):
-    kw = dict(algo="er", num_processes=2, steps_per_task=150, evaluate="none", strategy=strategy)
-    whole, cfg = run(home, f"whole-signal-{strategy}", **kw), config(home, f"signal-{strategy}", **kw)
+def test_a_signal_stops_all_at_the_same_update(home, two):
+    "Under ZeRO-2, whose moments lie in pieces: fresh processes go on from them to the same fingerprint."
+    whole, cfg = two["whole-signal"], config(home, "signal", **STOPPED)
     log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 200)
     t0 = time.monotonic(); p.terminate()
@@ -102,10 +124,9 @@ def test_a_signal_stops_all_at_the_same_update(home, strategy):
     assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
 
 
-def test_killed_during_evaluation(home):
+def test_killed_during_evaluation(home, two):
     "Episodes of the other rank that were played before the kill are kept, and none is played twice."
-    kw = dict(algo="er", num_processes=2, n_trials=8)
-    whole, cfg = run(home, "whole-eval", **kw), config(home, "killed-eval", **kw)
+    whole, cfg = two["whole-eval"], config(home, "killed-eval", **IN_EVALUATION)
     p, r = start(cfg), RunFolder(cfg.run_dir)
     wait_for(lambda: len([e for e in r.episodes(len) if e["stage"] == 1]) >= 3)
     os.kill(ranks(p.pid)[0], signal.SIGKILL)
@@ -113,10 +134,9 @@ def test_killed_during_evaluation(home):
     assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path) and len(r.episodes()) == 24
 
 
-def test_adapters_and_accumulation_on_two_processes(home):
-    kw = dict(algo="mir", lora_rank=4, accumulation=2, evaluate="none", **ALGOS["mir"])
-    one, two = run(home, "lora-1", **kw), run(home, "lora-2", num_processes=2, **kw)
-    assert np.abs(losses(one)-losses(two)).max() < 2e-5 and drawn(one) == drawn(two)
+def test_adapters_and_accumulation_on_two_processes(home, two):
+    alone, both = one(home, "lora-1", **LORA), two["lora-2"]
+    assert np.abs(losses(alone)-losses(both)).max() < 2e-5 and drawn(alone) == drawn(both)
 
 
 def test_a_process_that_stops_answering_ends_the_run(home):

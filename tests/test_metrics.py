@@ -2,7 +2,7 @@
 import json
 import numpy as np, pytest
 from clvla.eval.metrics import (JOINT, Score, aaa, asr, auc, bwt, forgetting, from_json, from_rates, from_records,
-    fwt, la, libero_fwt, measure, nbt, read_records, score, to_json, upto)
+    fwt, la, libero_fwt, measure, measure_records, metrics, nbt, plain, read_records, score, to_json, upto)
 
 nan = float("nan")
 R3 = [[.9, .2, .1], [.6, .8, .3], [.4, .7, .8]]   # columns in training order
@@ -104,8 +104,35 @@ def test_records_counts_baseline_looks_and_order():
 def test_records_that_do_not_fit(bad, text):
     with pytest.raises(ValueError, match=text): from_records([bad], "ab", "ab")
 
-def test_stages_and_columns_must_agree():
-    with pytest.raises(ValueError, match="one of them only"): from_rates([[1., 1.]], "a", "ab")
+def test_columns_that_no_stage_trained():
+    "Probes, and tasks of another stream: a metric of their own, and the others are as without them."
+    R = [[.9, .2, .1, .3], [.6, .8, .3, .5], [.4, .7, .8, .7]]; whole,more = (from_rates(np.array(R)[:, :k], "abc", "abcx"[:k], before=[.0, .1, .05, .2][:k]) for k in (3, 4))
+    curve = dict(curves=dict(a=np.array([.1, .2]), b=np.array([.3, .4]), c=np.array([.5, .6])))
+    whole,more = (type(m)(m.stages, m.task_ids, m.k, m.n, m.k0, m.n0, **curve) for m in (whole, more))
+    assert measure(more) == measure(whole) | {"Untrained": Score(pytest.approx(.7), 0, 1)} and "Untrained" not in measure(whole)
+    assert from_json(to_json(more)).task_ids == tuple("abcx") and upto(more, 1).task_ids == ("a", "b")
+
+def test_columns_of_another_stream_and_of_a_part():
+    recs = [ep(t, s, j, i, i < t+1) for t,s in enumerate("ab") for j in "xy" for i in range(4)]; other = measure(from_records(recs, "ab", "xy"))
+    assert other["Untrained"] == Score(.5, 0, 2) and all(np.isnan(s.value) and s.missing == 0 for k,s in other.items() if k != "Untrained")
+    part = measure(from_rates([[nan], [.8], [.6]], "abc", "b"))
+    assert part["ASR"].value == pytest.approx(.6) and part["LA"].value == pytest.approx(.8) and part["BWT"].value == pytest.approx(-.2) and part["AAA"].value == pytest.approx(.7)
+    with pytest.raises(ValueError, match="give each task id once"): from_rates([[1., 1.]], "a", "aa")
+
+def test_a_registered_metric_stands_in_all_tables():
+    from clvla.eval.compare import Run, summary, wide
+    from clvla.eval.plots import metrics_table
+    from clvla.eval.stats import metric_intervals, seed_intervals
+    recs = [ep(t, s, j, i, i < 2+t) | {"steps": 10*(i+1)} for t,s in enumerate("ab") for j in "ab"[:t+1] for i in range(4)]
+    metrics["Steps"] = lambda records, stages, ids: np.mean([r["steps"] for r in records if r["success"] and r["stage"] == len(stages)-1]); plain.add("Steps")
+    try:
+        assert measure_records(recs, "ab", "ab")["Steps"] == Score(20., 0, 0) and measure_records(recs, "ab", "ab")["ASR"] == metrics["ASR"](recs, "ab", "ab")
+        one = metric_intervals(recs, "ab", "ab", 20)["Steps"]; assert one.value == 20 and np.isnan(one.low)
+        slow = [r | {"steps": r["steps"]+2} for r in recs]; two = seed_intervals([recs, slow], "ab", "ab", 20)["Steps"]; assert two.value == 21 and two.low < 20 < 22 < two.high
+        table = metrics_table(recs, "ab", "ab", 20).set_index("metric"); assert table.percent["Steps"] == 20 and table.percent["ASR"] == pytest.approx(75)
+        runs = [Run(None, dict(seed=s), ("a", "b"), ("a", "b"), r, {}, {}) for s,r in enumerate((recs, slow))]
+        text = wide(summary(dict(er=runs), n_boot=20)).loc["er"]; assert text["Steps"].startswith("21.0 [") and text["ASR"].startswith("75.0 [")
+    finally: del metrics["Steps"]; plain.clear()
 
 def test_json_round_trip():
     m = from_rates(R3, "cab", "abc", before=[.0, nan, .5], n=20, curves=dict(a=np.array([.1, .2])))

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from clvla.core.files import read_json
+from clvla.eval.compare import CompareConfig, group, read_runs, summary, wide
 from clvla.run.checkpoint import checkpoints
+from clvla.run.config import make_config
 from clvla.run.folder import RunFolder
 from clvla.run.shell import fingerprint
 
@@ -23,7 +25,7 @@ from clvla.data.streams import Stream, Task
 from clvla.envs.all import kinds, streams
 from clvla.envs.dot import Dot
 from clvla.envs.kind import Kind
-from clvla.eval.metrics import record_metrics
+from clvla.eval.metrics import metrics
 from clvla.policies.all import policies
 from clvla.policies.tiny import Tiny
 
@@ -39,10 +41,10 @@ policies["small"] = Small
 kinds["spot"] = Kind(label="the spot", env=Dot, defaults=dict(image_size=32, n_demos=3, steps_per_task=8))
 task = lambda name: Task(name, name, f"go {name}", dict(kind="spot", name=name, max_steps=20), dict(kind="demos"))
 streams["spots"] = Stream("spots", [task("left"), task("up")])
-record_metrics["steps"] = lambda records, stages, ids: sum(r["steps"] for r in records)/100/len(records)
+metrics["steps"] = lambda records, stages, ids: sum(r["steps"] for r in records)/100/len(records)
 
 note = dict(pid=os.getpid(), rank=os.environ.get("RANK"), argv=sys.argv, file=__file__,
-            names=["mine" in algos, "small" in policies, "spot" in kinds, "spots" in streams, "steps" in record_metrics])
+            names=["mine" in algos, "small" in policies, "spot" in kinds, "spots" in streams, "steps" in metrics])
 if "PLUGIN_NOTES" in os.environ:
     with open(os.environ["PLUGIN_NOTES"], "a") as f: f.write(json.dumps(note)+"\\n")
 '''
@@ -86,14 +88,15 @@ def test_one_file_reaches_every_process_and_compare_shows_its_metric(lab):
     assert {n["file"] for n in notes if role(n) != "page"} == {copy}
     entry, = read_json(run_dir/"plugins.json")
     assert entry["kind"] == "file" and len(entry["id"]) == 64
-    out = papermill("compare", tmp/"compare.ipynb", env, runs=run_dir, baseline="mine", plugins=plugins)
-    assert out.returncode == 0 and "steps" in (tmp/"compare.ipynb").read_text(), out.stderr[-3000:]
+    compare = make_config(CompareConfig, dict(runs=str(run_dir), baseline="mine", plugins=plugins))
+    assert "steps" in wide(summary(group(read_runs(compare.runs)), n_boot=20)).columns
 
 
 def test_a_killed_run_goes_on_with_its_copy_and_a_changed_original_is_named(lab):
     tmp, env = lab
     code = f"""
 import sys
+from clvla.run.config import make_config
 from clvla.run.folder import RunFolder
 from clvla.run.plugins import keep_plugins
 from clvla.train.config import RunConfig, resolve

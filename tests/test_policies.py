@@ -330,8 +330,8 @@ def test_discrete_policy_from_disk(tmp_path):
     (dict(image_size={IMAGE: 48, WRIST: 50}), "wrist"), (dict(image_size={IMAGE: 48}, cameras=[IMAGE, WRIST]), "name the same ones"),
     (dict(image_size=None), "image_size of"), (dict(image_size={}), "cameras are"), (dict(cameras=3), "cameras are 3"), (dict(cameras=[]), "cameras are"),
     (dict(cameras=[IMAGE, IMAGE]), "different image keys"), (dict(cameras=["front"]), "begin with"), (dict(head="flwo"), "did you mean 'flow'"),
-    (dict(head="discrete"), "n_actions is None"), (dict(head="discrete", action_dim=1, n_actions=1), "from 2"),
-    (dict(head="discrete", n_actions=5), "found action_dim 4"), (dict(n_actions=5), "use head 'discrete'"), (dict(n_block=3), "'n_blocks'"),
+    (dict(head="discrete"), "found n_actions None"), (dict(head="discrete", action_dim=1, n_actions=1), "from 2"),
+    (dict(head="discrete", n_actions=5), "found action_dim 4"), (dict(n_actions=5), "5 discrete actions, and head 'flow' predicts numbers"), (dict(n_block=3), "'n_blocks'"),
     (dict(seed=3), "no argument 'seed'")], ids=str)
 def test_check_refuses_and_builds_nothing(kw, match, monkeypatch):
     made = []
@@ -346,7 +346,7 @@ class Run:
 
 def test_a_runs_settings_are_checked_without_building(monkeypatch):
     monkeypatch.setattr(Tiny, "__init__", functools.wraps(Tiny.__init__)(lambda self, **kw: pytest.fail("built")))
-    check_policy(Run()); check_policy(Run(head="discrete"), action_dim=1, n_actions=7)
+    check_policy(Run()); check_policy(Run(head="discrete")); check_policy(Run(head="discrete"), action_dim=1, n_actions=7)
     for kw,match in [(dict(model="tinny"), "did you mean 'tiny'"), (dict(model_kw=dict(D="big")), "'big'"), (dict(model_kw=dict(H=3)), "leave it out"),
                      (dict(image_size=50), "takes 32")]:
         with pytest.raises(ValueError, match=match): check_policy(Run(**kw))

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clvla.core.names import IMAGE, IMAGES, N_ACTIONS, STATE
+from clvla.core import plugins
 from clvla.core.plugins import load_plugins
 from clvla.envs.pool import EnvPool, recv, send
 
@@ -396,3 +397,76 @@ def test_workers_import_no_torch():
     code = "import sys, clvla.envs.pool, clvla.envs.metaworld.env, clvla.envs.render; print([m for m in ('torch','mujoco','metaworld','lerobot') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
     assert out.stdout.strip() == "[]", out
+
+def test_observations_inside_a_chunk():
+    "They are what an environment shows that stops there, also with several cameras and after the episode's end."
+    two = [s | {"cameras": {"front": 8, "wrist": 5}} for s in specs(1)]
+    chunk = np.full((4, 2), .5, np.float32)
+    with light(1, 1, sp=two) as pool:
+        assert pool.sizes == {"front": 8, "wrist": 5} and pool.obs[WRIST].shape == (1, 5, 5, 3)
+        alone = {}
+        for n in (1, 3, 4):
+            pool.reset(0, 3); all_of(pool); pool.step(0, chunk[:n]); r = all_of(pool)[0]
+            alone[n] = {k: v.copy() for k,v in r.obs.items()}
+        pool.reset(0, 3); all_of(pool); pool.step(0, chunk, watch=(3, 1, 4)); r = all_of(pool)[0]
+        assert sorted(r.watched) == [1, 3, 4] and r.rewards.tolist() == [.5]*4 and r.reward == 2.
+        for n,obs in r.watched.items():
+            assert all(np.array_equal(obs[k], alone[n][k]) for k in obs) and list(obs) == list(r.obs)
+        pool.reset(0, 3); all_of(pool); far = np.full((4, 2), 1., np.float32)
+        n = 0
+        while not n or not r.terminated: pool.step(0, far, watch=range(1, 5)); r = all_of(pool)[0]; n += 1
+        assert sorted(r.watched) == list(range(1, r.n_steps+1))
+        pool.reset(0, 3); assert not all_of(pool)[0].watched
+        with pytest.raises(ValueError, match=r"`watch` names steps in 1..4"): pool.step(0, chunk, watch=(5,))
+
+def test_a_worker_lost_with_watched_steps_gives_a_plain_start(tmp_path):
+    sp = specs(1); sp[0] |= dict(fault="segv", at=1, once=str(tmp_path/"once"))
+    with light(1, 1, sp=sp) as pool:
+        pool.reset(0, 0); all_of(pool); pool.step(0, np.zeros((4, 2)), watch=(1, 2)); r = all_of(pool)[0]
+        assert r.restarted and r.n_steps == 0 and not r.watched
+        pool.step(0, np.zeros((4, 2)), watch=(1, 2)); assert sorted(all_of(pool)[0].watched) == [1, 2]
+
+def test_discrete_actions_that_an_environment_lacks_never_reach_it():
+    sp = [{"kind": "dot", "name": "left", "discrete": True}]
+    with EnvPool(sp, 1, image_size=8, H=4) as pool:
+        pool.reset(0, 0); assert int(all_of(pool)[0].obs[N_ACTIONS]) == 5 and (pool.action_dim, pool.discrete) == (1, True)
+        for bad in (5., -1., .5):
+            with pytest.raises(ValueError, match="whole numbers in 0..4"): pool.step(0, [[bad]])
+        pool.step(0, [[1], [2]]); assert all_of(pool)[0].n_steps == 2 and pool.restarts == 0
+        pool.reset(0, 0, {"kind": "dot", "name": "left"})
+        with pytest.raises(ValueError, match="action_dim 2, the pool 1"): all_of(pool)
+
+OLD = """
+import sys
+from clvla.envs.all import kinds
+from clvla.envs.dot import Dot
+from clvla.envs.kind import Kind
+class Old(Dot):
+    kind = "old"
+    def __init__(self, spec, image_size=8, seed=0):
+        loaded = sorted({"torch", "fastcore", "plotly"} & set(sys.modules))
+        super().__init__({"goal": [0, 0], "prompt": f"{sys.executable} {loaded}", **spec}, image_size, seed)
+kinds["old"] = Kind(label="an old simulator", env=Old, python=PYTHON)
+"""
+
+def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkeypatch):
+    import venv
+    venv.create(tmp_path/"old", with_pip=False)
+    site = next((tmp_path/"old/lib").glob("python*/site-packages"))
+    for name in ("numpy", "numpy.libs"):
+        if (source := Path(np.__file__).parents[1]/name).exists(): (site/name).symlink_to(source)
+    python,plugin = str(tmp_path/"old/bin/python"),tmp_path/"old_plugin.py"
+    plugin.write_text(f"PYTHON = {python!r}\n{OLD}")
+    monkeypatch.setattr(plugins, "_loaded", dict(plugins._loaded))      # later tests' workers do not load it
+    load_plugins([str(plugin)])
+    sp = [{"kind": k, "name": n} for k,n in (("old", "left"), ("dot", "left"), ("old", "up"))]
+    with EnvPool(sp, 1, image_size=8, H=4) as pool:
+        assert [w.slots for w in pool._workers] == [[1], [0, 2]] and [w.python for w in pool._workers] == [None, python]
+        assert pool.prompts[0] == f"{python} []"
+        for i in range(3): pool.reset(i, 0)
+        all_of(pool)
+        for i in range(3): pool.step(i, np.ones((2, 2)))
+        assert {r.n_steps for r in all_of(pool).values()} == {2}
+        with pytest.raises(ValueError, match="make a pool of its own"): pool.reset(1, 0, sp[0])
+        os.kill(pool._workers[1].proc.pid, signal.SIGKILL); pool.step(0, np.ones((2, 2)))
+        assert all_of(pool, [0, 2])[0].restarted

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from chaos import chaos, wait_for
+from clvla.policies.weights import read_base
 from clvla.core.state import load_state
 from clvla.core.files import read_json
 from clvla.envs.all import kinds
@@ -383,9 +384,11 @@ def test_a_damaged_base_is_named_and_made_again(data, tmp_path, undisturbed, mon
     with monkeypatch.context() as m:
         crash_at(m, 1, 3)
         with pytest.raises(Crash): train_cl(cfg, say=len)
-    base = Path(cfg.run_dir)/"base.safetensors"; bits = bytearray(base.read_bytes()); bits[-9] ^= 4; base.write_bytes(bits)
+    last = sorted((Path(cfg.run_dir)/"checkpoints").glob("0*"))[-1]
+    base = Path(read_base(last)["path"]); assert base.parent == Path(cfg.data_dir)/"weights"
+    bits = bytearray(base.read_bytes()); bits[-9] ^= 4; base.write_bytes(bits)
     train_cl(cfg, said.append)
-    assert any("not the file that the checkpoint names" in s for s in said) and fingerprint(cfg.run_dir) == undisturbed(**kw)
+    assert any("was damaged" in s for s in said) and fingerprint(cfg.run_dir) == undisturbed(**kw)
 
 
 def test_a_moved_folder_goes_on_where_it_is_and_free_settings_arrive(data, tmp_path, undisturbed, monkeypatch):

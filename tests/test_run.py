@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace as NS
 
 import nbformat
 import pytest
 
-from clvla.core.files import read_json, write_json
+from clvla.core.files import read_json, sha256, write_json
+from clvla.core.state import load_state, save_state
 from clvla.run.checkpoint import check_checkpoint, checkpoints
 from clvla.train.config import RunConfig, resolve
 from clvla.run.shell import fingerprint
@@ -122,13 +123,13 @@ def test_lerobot_data_sets_on_disk_are_a_stream(data, tmp_path, done):
 def test_no_process_more_after_many_tasks(data, tmp_path):
     "Ten stages leave as many children as one."
     cfg, seen = config(data, tmp_path/"many", algo="er", cycles=5, steps_per_task=1), []
-    job = sys.modules["clvla.train.learner"]
-    real = job.save
+    from clvla.run.shell import Shell
+    real = Shell.save
 
-    def count(*a): seen.append(len(children(os.getpid()))); return real(*a)
-    job.save = count
+    def count(self): seen.append(len(children(os.getpid()))); return real(self)
+    Shell.save = count
     try: train_cl(cfg)
-    finally: job.save = real
+    finally: Shell.save = real
     assert len(seen) == 10 and len(set(seen[1:])) == 1
 
 
@@ -174,7 +175,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(data, tmp_path, monkeypatch)
 @pytest.mark.parametrize("given,says", [
     (["-p", "sede", "3"], "did you mean 'seed'?"), (["-p", "algo", "mri"], "did you mean 'mir'?"),
     (["-p", "suite", "mw55"], "did you mean 'mw5'?"), (["-p", "model", "tinny"], "did you mean 'tiny'?"),
-    (["-p", "n_demos", "-1"], "n_demos must be above 0"), (["-p", "n_trials", "-1"], "n_trials must be above 0"),
+    (["-p", "n_demos", "-1"], "n_demos must not be negative"), (["-p", "seed", "1", "-p", "seed", "2"], "given twice: seed in -p"),
+    (["-p", "algo", "mir", "-p", "refrsh", "50"], "did you mean 'refresh'?"),
 ])
 def test_the_page_refuses_what_it_does_not_know(tmp_path, given, says):
     out = page("run_cl", tmp_path/"page.ipynb", *given, "-p", "run_dir", str(tmp_path/"run"))
@@ -182,8 +184,13 @@ def test_the_page_refuses_what_it_does_not_know(tmp_path, given, says):
 
 
 @pytest.mark.parametrize("kw,says", [
-    (dict(replay_ratio=1.), r"\[0,1\)"), (dict(replay_ratio=-.1), r"\[0,1\)"), (dict(batch_size=0), "above 0"), (dict(buffer_size=-1), "negative"),
-    (dict(algo="ewc", buffer_size=5), "no setting 'buffer_size'"), (dict(algo="er", algo_kw=dict(sampel="x")), "no setting 'sampel'"),
+    (dict(algo_kw=dict(replay_ratio=1.)), r"\[0,1\)"), (dict(algo_kw=dict(replay_ratio=-.1)), r"\[0,1\)"), (dict(batch_size=0), "above 0"),
+    (dict(algo_kw=dict(buffer_size=-1)), "buffer_size"), (dict(seed=-1), "seed must not be negative"), (dict(weight_decay=-1.), "weight_decay must not"),
+    (dict(weight_decay=float("inf")), "infinite"), (dict(precision="fp16", device="cpu"), "float32 without a word"), (dict(suite=""), "suite is ''"),
+    (dict(num_processes=64, batch_size=64), "cores; use at most"), (dict(model_kw=dict(D=7)), "D is 7"), (dict(model_kw=dict(n_blocks=-1)), "n_blocks"),
+    (dict(model_kw=dict(D="big")), "D"), (dict(model_kw=dict(DD=7)), "did you mean 'D'?"), (dict(algo_kw=dict(seed=5)), "no setting 'seed'"),
+    (dict(algo="ewc", algo_kw=dict(buffer_size=5)), "no setting 'buffer_size'"), (dict(algo="er", algo_kw=dict(sampel="x")), "no setting 'sampel'"),
+    (dict(suite=dict(base="mw5", env=dict(max_stepz=5))), "did you mean 'max_steps'?"), (dict(init_from="/nowhere"), "does not exist"),
     (dict(suite="/no/folder"), "neither a registered stream nor an existing folder"), (dict(num_processes=3), "cannot be split into 3"), (dict(strategy="zero2"), "num_processes"),
     (dict(suite=dict(base="mw5", tasks=["window-clos"])), "did you mean 'window-close'"), (dict(task_order=[0, 0]), "task_order"),
     (dict(accumulation=3), "micro-batches"), (dict(head="l2"), "did you mean 'l1'"), (dict(image_size=50), "image"),
@@ -192,6 +199,52 @@ def test_bad_settings_end_before_anything_is_made(data, tmp_path, kw, says):
     t0 = time.time()
     with pytest.raises(ValueError, match=says): train_cl(config(data, tmp_path/"run", **kw))
     assert time.time()-t0 < 20 and not list((tmp_path/"run").glob("checkpoints/*"))
+
+
+def test_the_page_lists_every_parameter_where_papermill_looks_for_it():
+    "`python tools/parameters.py` writes the list."
+    from papermill.inspection import inspect_notebook
+    from clvla.cl.all import algos
+    from clvla.policies.all import policies
+    from clvla.run.config import settings_of
+    from clvla.train.config import FILLED
+    listed = set(inspect_notebook(ROOT/"nbs/run_cl.ipynb"))
+    fields_ = {f.name for f in fields(RunConfig)}
+    settings = {k for kind, menu in (("algo_kw", algos), ("model_kw", policies)) for name in menu for k in settings_of(menu[name], FILLED[kind])}
+    assert not (fields_ | settings) - listed
+
+
+def test_an_older_run_goes_on(data, tmp_path, done):
+    "Its config had ER's settings as fields and no learner, its checkpoint the algorithm's state beside the optimizer's."
+    cfg = config(data, tmp_path/"old", algo="er", algo_kw=dict(replay_ratio=.5), evaluate="none")
+    run = train_cl(cfg)
+    before = facts(run)
+    path = checkpoints(run.path/"checkpoints")[-1]
+    shutil.rmtree(path)
+    first = checkpoints(run.path/"checkpoints")[-1]
+    state, algo = load_state(first/"state.safetensors"), load_state(first/"algo.safetensors")
+    (first/"algo.safetensors").unlink()
+    save_state(first/"state.safetensors", state | dict(algo=algo))
+    files = {p.name: dict(sha256=sha256(p), bytes=p.stat().st_size) for p in sorted(first.iterdir()) if p.name != "manifest.json"}
+    write_json(first/"manifest.json", read_json(first/"manifest.json") | dict(files=files))
+    stored = {k: v for k, v in read_json(run.path/"config.json").items() if k not in ("learner", "plugins", "algo_kw", "lr_of", "prefetch")}
+    write_json(run.path/"config.json", stored | dict(replay_ratio=.5, buffer_size=None, algo_kw={}))
+    (run.path/"done.json").unlink()
+    again = train_cl(cfg)
+    weights = lambda r: sha256(checkpoints(r.path/"checkpoints")[-1]/"weights.safetensors")
+    assert again.done and again.logs() and [r["train/loss"] for r in again.logs() if "train/loss" in r] and before[1] == 0
+    assert weights(again) == weights(train_cl(replace(cfg, run_dir=str(tmp_path/"new"))))
+
+
+def test_init_from_is_verified_before_anything_is_made(data, tmp_path, done):
+    point = checkpoints(done.path/"checkpoints")[-1]
+    copy = tmp_path/"copy"
+    shutil.copytree(point, copy)
+    bits = bytearray((copy/"weights.safetensors").read_bytes()); bits[-9] ^= 4; (copy/"weights.safetensors").write_bytes(bits)
+    for kw, says in ((dict(init_from=str(copy)), "is not whole: weights.safetensors was changed"), (dict(init_from=str(done.path)), "folder of a run"),
+                     (dict(init_from=str(point), image_size=32), "image_size 48 there and 32 in this run")):
+        with pytest.raises(ValueError, match=says): train_cl(config(data, tmp_path/"run", algo="er", **kw))
+    assert not (tmp_path/"run").exists()
 
 
 @pytest.fixture(scope="module")
@@ -275,16 +328,19 @@ def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatc
 
 def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monkeypatch):
     "GL backend and LIBERO's assets among them; a folder from before they were noted notes them now."
-    import clvla.train.job as job
     from clvla.envs.all import kinds
+    from clvla.run.shell import say_versions
+    from clvla.train.learner import Imitation
     run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
     monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "12ab"})
     tasks = [NS(env=dict(kind="libero"), source=dict(kind="demos")), NS(env=None, source=None)]
-    begun = NS(run=run, cfg=NS(evaluate="lower"), stream=NS(tasks=tasks), say=said.append)
+    learner = NS(cfg=NS(evaluate="lower"), stream=NS(tasks=tasks))
+    learner.versions = lambda: Imitation.versions(learner)
+    begun = NS(run=run, learner=learner, say=said.append)
     write_json(tmp_path/"versions.json", dict(torch="2.9"))   # as written before
-    job.other_versions(begun); assert not said and read_json(tmp_path/"versions.json") == dict(torch="2.9", gl="osmesa", assets="12ab")
+    say_versions(begun); assert not said and read_json(tmp_path/"versions.json") == dict(torch="2.9", gl="osmesa", assets="12ab")
     now = dict(torch="2.9", gl="egl"); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "34cd"})
-    job.other_versions(begun); assert "gl osmesa -> egl, assets 12ab -> 34cd" in said[0] and read_json(tmp_path/"versions.json")["gl"] == "osmesa"
+    say_versions(begun); assert "gl osmesa -> egl, assets 12ab -> 34cd" in said[0] and read_json(tmp_path/"versions.json")["gl"] == "osmesa"
 
 
 def test_looking_at_the_gl_backend_chooses_none(monkeypatch):

@@ -72,9 +72,9 @@ def test_intervals_are_reproducible_and_report_missing():
 def test_unanimous_trials_are_not_certainty():
     r = metric_intervals(lesson_run(0, 2.), "ab", "ab")["ASR"]; assert r.value == r.high == 1 and r.low < .97
 
-def test_looks_get_intervals_too():
+def test_learning_curves_get_intervals_too():
     recs = lesson_run(0)+[dict(stage=t, after=s, task=s, trial=i, success=i < 2, step=k) for t,s in enumerate("ab") for k in (0, 50) for i in range(10)]
-    out = outcomes(recs, "ab", "ab"); assert out.looks["a"].shape == (3, 10)
+    out = outcomes(recs, "ab", "ab"); assert out.curves["a"].shape == (3, 10)
     r = metric_intervals(recs, "ab", "ab", 300)["LIBERO AUC"]; assert r.missing == 0 and r.low < r.value < r.high
 
 def test_paired_matches_by_name():

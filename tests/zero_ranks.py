@@ -9,7 +9,7 @@ from torch.func import functional_call
 from accelerate import Accelerator, InitProcessGroupKwargs
 from clvla.core.state import load_state, save_state
 from clvla.core.batch import torch_rng
-from clvla.cl.base import Engine
+from clvla.cl.engine import Engine
 from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
 from clvla.policies.all import make_policy
 from clvla.policies.ema import EMA
@@ -45,7 +45,7 @@ def data(n=12, B=8):
 def engine(m, stage, acc, clip=0.):
     "The plain engine for stage 0, DeepSpeed's for the others; under stage 3 even small weights are cut."
     opt = adamw(m)
-    if not stage: return Engine(m, opt),opt
+    if not stage: return Engine(m, opt, max_norm=clip or None),opt
     cut = dict(stage3_param_persistence_threshold=0) if stage == 3 else {}
     return make_zero(m, opt, SimpleNamespace(strategy=f"zero{stage}", clip=clip, precision="no", timeout=1.), acc, **cut),opt
 
@@ -61,7 +61,8 @@ def update(e, opt, ps, batches, k, rows, clip, rare=True, edit=None, before_step
         total += loss.item()/len(batches)
     e.complete()
     if edit: e.set_grads(ps, edit(e.grads(ps)))
-    norm = float(e.clip(ps, clip))
+    e.max_norm = clip or None
+    norm = float(e.clip(ps))
     if before_step is None or before_step(): e.step()
     e.zero()
     return total,norm
@@ -147,7 +148,7 @@ def peek_way(stage, acc, rows):
             with e.micro(True):
                 loss,_ = e.model(dict(x=xs[k]["x"][rows], y=xs[k]["y"][rows], rare=True))
                 e.backward(loss + sum((p-1).square().sum() for p in ps.values()))
-            norms.append(float(e.clip(ps, 0.))); e.step(); e.zero()
+            norms.append(float(e.clip(ps))); e.step(); e.zero()
     out = dict(w=weights(e), opt=e.state_dict(ps), norms=norms, groups=groups(e))
     if stage: e.close()
     return out
@@ -162,7 +163,7 @@ def tiny_way(stage, acc, rows):
     for k in range(2):
         with e.micro(True):
             loss,_ = e.model(mine, noise=noise[rows], time=time[rows]); e.backward(loss)
-        norms.append(float(e.clip(ps, 1.))); e.step(); e.zero()
+        norms.append(float(e.clip(ps))); e.step(); e.zero()
     copy = make_policy("tiny", image_size=32, seed=1); copy.load_state_dict(weights(e))
     chunk,opt,of = copy.eval().predict_chunk(b, noise=torch.zeros(4, 8, 4)),e.state_dict(ps),groups(e)
     if stage:

@@ -1,8 +1,14 @@
-"Writes README.md from nbs/index.ipynb: prose, shown code, text outputs."
+"Writes README.md from nbs/index.ipynb: prose with its links, shown code, text outputs; figures are left to the page."
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def from_root(text):
+    "Relative links of a page in nbs/, as the README beside nbs/ needs them."
+    return re.sub(r"\]\((?!https?:|#|/)", "](nbs/", text)
 
 
 def readme(path):
@@ -13,12 +19,14 @@ def readme(path):
         directives = [l for l in src.splitlines() if l.startswith("#|")]
         if any("hide" in d or "default_exp" in d for d in directives): continue
         if c["cell_type"] == "markdown":
-            out.append(src)
+            out.append(from_root(src))
             continue
         code = "\n".join(l for l in src.splitlines() if not l.startswith("#|")).strip()
         if code: out.append(f"```python\n{code}\n```")
         for o in c.get("outputs", []):
-            text = "".join(o.get("text", o.get("data", {}).get("text/plain", "")))
+            data = o.get("data", {})
+            if any("plotly" in k or k.startswith("image/") for k in data): continue
+            text = "".join(o.get("text", data.get("text/plain", "")))
             if text: out.append("    "+text.rstrip().replace("\n", "\n    "))
     return "\n\n".join(out)+"\n"
 

@@ -17,7 +17,12 @@ algos = Registry("algorithm",
     cumulative="clvla.cl.cumulative:Cumulative",
     er="clvla.cl.er:ER",
     mir="clvla.cl.mir:MIR",
-    ewc="clvla.cl.ewc:EWC")
+    ewc="clvla.cl.ewc:EWC",
+    agem="clvla.cl.agem:AGEM",
+    derpp="clvla.cl.derpp:DERpp",
+    lwf="clvla.cl.lwf:LwF",
+    packnet="clvla.cl.packnet:PackNet",
+    task_lora="clvla.cl.task_lora:TaskLoRA")
 
 # %% ../../nbs/cl/90_all.ipynb #c10c33e7
 def algo_settings(

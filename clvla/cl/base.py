@@ -86,6 +86,8 @@ class Process:
     rank,world = 0,1
     def autocast(self): return nullcontext()
     def reduce(self, x:Tensor)->Tensor: return x
+    def moments(self, p)->dict: return {}
+    def whole(self, write:bool=False, run:bool=False): return nullcontext()
 
 @dataclass(kw_only=True)
 class CLContext:
@@ -98,6 +100,7 @@ class CLContext:
     task_id:str|None = None        # id of the current task
     t:int = 0                      # stage of the stream, 0-based
     step:int = 0                   # updates made in this stage
+    n_steps:int = 0                # updates that this stage has in all
     batch_size:int = 0             # B, samples of one micro-batch, over all processes
     task_batch:dict|None = None    # the current samples (of this process)
     batch:dict|None = None         # the batch that is trained on
@@ -116,13 +119,24 @@ def bind(self:CLContext, engine:Process):
     self._engine = engine
 
 @patch(as_prop=True)
-def device(self:CLContext): return next(self.policy.parameters()).device
+def device(self:CLContext):
+    "Where the policy's weights are."
+    return next(self.policy.parameters()).device
+
 @patch(as_prop=True)
-def rank(self:CLContext)->int: return self._engine.rank   # number of this process, from 0
+def rank(self:CLContext)->int:
+    "The number of this process, from 0."
+    return self._engine.rank
+
 @patch(as_prop=True)
-def world(self:CLContext)->int: return self._engine.world # how many processes there are
+def world(self:CLContext)->int:
+    "How many processes there are."
+    return self._engine.world
+
 @patch(as_prop=True)
-def n_mixed(self:CLContext)->int: return len(self.mixed)  # how many of the last rows of `batch` are remembered ones
+def n_mixed(self:CLContext)->int:
+    "How many of the last rows of `batch` are remembered ones."
+    return len(self.mixed)
 
 @patch
 def params(self:CLContext)->dict:
@@ -136,6 +150,16 @@ def params(self:CLContext)->dict:
 def forward(self:CLContext, batch, **kw)->tuple:
     "Loss and outputs of the policy, in the precision of training; `kw` as in `policy.forward`."
     with self._engine.autocast(): return self.policy(batch, **kw)
+
+@patch
+def moments(self:CLContext, p)->dict:
+    "The optimizer's moments of a parameter, as in {exp_avg, exp_avg_sq, step}; {} before its first update."
+    return self._engine.moments(p)
+
+@patch
+def writing(self:CLContext):
+    "Around code that writes weights: the engine takes over what stands there afterwards."
+    return self._engine.whole(write=True)
 
 # %% ../../nbs/cl/00_base.ipynb #5c33c860
 @patch
@@ -156,9 +180,10 @@ def mix(self:CLContext,
 )->dict:        # `batch` with this process's remembered samples behind the others
     "Put remembered samples into the batch; `ctx.mixed` lists those of this process, in the order of their rows."
     mine = self.dealt(refs, self._n_dealt)
-    remembered = {} if not mine else fetch(mine, self.data) if fetch else self.data.fetch_refs(mine)
     self._n_dealt += len(refs)
     self.mixed = self.mixed + mine
+    if not mine: return batch
+    remembered = fetch(mine, self.data) if fetch else self.data.fetch_refs(mine)
     return cat(batch, to_device(remembered, self.device))
 
 # %% ../../nbs/cl/00_base.ipynb #f89ef93b
@@ -286,14 +311,17 @@ class Compose(CLAlgorithm):
 # %% ../../nbs/cl/00_base.ipynb #e510227c
 @patch
 def check(self:Compose, B:int):
+    "Check each."
     for a in self.algos: a.check(B)
 
 @patch
 def prepare(self:Compose, policy, t:int, stream):
+    "Let each prepare the policy, in turn."
     for a in self.algos: a.prepare(policy, t, stream)
 
 @patch
 def n_task_samples(self:Compose, B:int)->int:
+    "What the replayed samples of all leave of `B`; ValueError when that is nothing."
     n = B - sum(B - a.n_task_samples(B) for a in self.algos)
     if n < 1: raise ValueError(f"the algorithms ask for {B-n} replayed samples in a batch of {B}; lower "
         f"their replay_ratio")
@@ -302,12 +330,14 @@ def n_task_samples(self:Compose, B:int)->int:
 @patch
 @contextmanager
 def eval_policy(self:Compose, policy, task_id):
+    "Inside it, the `eval_policy` of each holds."
     with ExitStack() as stack:
         for a in self.algos: stack.enter_context(a.eval_policy(policy, task_id))
         yield
 
 @patch
 def eval_key(self:Compose, task_id):
+    "The keys of all; None when each is None."
     keys = tuple(a.eval_key(task_id) for a in self.algos)
     return None if all(k is None for k in keys) else keys
 
@@ -319,8 +349,11 @@ def metrics(self:Compose)->dict:
             for i,a in enumerate(self.algos) for k,v in a.metrics().items()}
 
 @patch
-def state_dict(self:Compose)->dict: return {str(i): a.state_dict() for i,a in enumerate(self.algos)}
+def state_dict(self:Compose)->dict:
+    "The states of all, by place."
+    return {str(i): a.state_dict() for i,a in enumerate(self.algos)}
 
 @patch
 def load_state_dict(self:Compose, state):
+    "Restore each."
     for i,a in enumerate(self.algos): a.load_state_dict(state[str(i)])

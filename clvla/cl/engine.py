@@ -50,6 +50,7 @@ def micro(self:Engine, last:bool):
 
 @patch
 def backward(self:Engine, loss:Tensor, last:bool=True):
+    "Add the gradient of `loss` to what the earlier micro-batches left."
     if self.acc: self.acc.backward(loss)
     else: loss.backward()
 
@@ -97,7 +98,9 @@ def whole(self:Engine, write:bool=False, run:bool=False):
 
 @patch
 def close(self:Engine):
-    "Nothing to take down."
+    "Let go of model and optimizer, so that others can be made."
+    if self.acc: self.acc.free_memory()
+    self.model = self.optimizer = None
 
 # %% ../../nbs/cl/01_engine.ipynb #9d776fa1
 @patch

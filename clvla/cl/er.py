@@ -57,6 +57,7 @@ def check(self:ER, B:int):
 
 @patch
 def on_task_start(self:ER, ctx):
+    "Count anew; ValueError when the memory is too small for the tasks of the stream."
     self.replayed = Counter()
     if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids))
 
@@ -66,9 +67,12 @@ def metrics(self:ER)->dict:
     return {"buffer": float(len(self.buf)), **{f"replayed/{t}": float(n) for t,n in self.replayed.items()}}
 
 @patch
-def state_dict(self:ER)->dict: return dict(buf=self.buf.state_dict(), replayed=dict(self.replayed))
+def state_dict(self:ER)->dict:
+    "The memory, and what was replayed in this stage."
+    return dict(buf=self.buf.state_dict(), replayed=dict(self.replayed))
 
 @patch
 def load_state_dict(self:ER, state):
+    "Continue with a stored memory."
     self.buf.load_state_dict(state["buf"])
     self.replayed = Counter(state["replayed"])

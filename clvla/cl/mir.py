@@ -124,17 +124,20 @@ def pick(self:MIR,
 # %% ../../nbs/cl/09_mir.ipynb #06bd7c6f
 @patch
 def metrics(self:MIR)->dict:
+    "ER's, and how often and how high candidates scored."
     counts = dict(refreshes=float(self.n_refresh), score_max=self.scores[0], score_mean=self.scores[1])
     return {**ER.metrics(self), **counts}
 
 @patch
 def state_dict(self:MIR)->dict:
+    "ER's, the last choice, and the generator of the scores' noise."
     counts = dict(step=self.step, n_refresh=self.n_refresh, scores=list(self.scores))
     cache = [list(c) for c in self.cache]
     return {**ER.state_dict(self), **counts, "cache": cache, "generator": rng_state(self.generator)}
 
 @patch
 def load_state_dict(self:MIR, state):
+    "Continue where `state_dict` was taken."
     ER.load_state_dict(self, state)
     set_rng_state(self.generator, state["generator"])
     self.cache,self.scores = [tuple(c) for c in state["cache"]],list(state["scores"])

@@ -8,7 +8,7 @@ __all__ = ['QuickStream', 'QuickData', 'quick_stream', 'QuickLoader', 'QuickPoli
            'quick_compare', 'first_task', 'plot_forgetting']
 
 # %% ../../nbs/cl/04_quick.ipynb #9054332e
-import hashlib, json, os, sys
+import ast, hashlib, json, os, sys
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -18,7 +18,7 @@ from .base import CLAlgorithm, CLContext, call_hook, scope_ids
 from .buffer import gather
 from .engine import Engine, Loop, cl_step
 from ..core.batch import rng_state, take, torch_rng
-from ..core.files import read_json, sha256, write_json
+from ..core.files import read_json, write_json
 from ..core.names import ACTION, INDEX, PAD, PROMPT, STATE, TASK_ID
 from ..core.seeds import np_rng
 
@@ -29,6 +29,9 @@ class QuickStream:
     ids:tuple           # task ids
     train:"QuickData"
     test:"QuickData"
+
+    @property
+    def stages(self)->tuple: return self.ids # every task comes once
 
 class QuickData:
     "Frames of several tasks in memory, read like the real ones."
@@ -53,7 +56,8 @@ def quick_stream(
         x = rng.normal(size=(n, 8))
         actions = torch.tensor(np.tanh(x@maps[k]), dtype=torch.float32).view(n, H, A)
         name = np.tile(2*np.eye(n_tasks)[k], (n, 1))
-        return {STATE: torch.tensor(np.hstack([x, name]), dtype=torch.float32), ACTION: actions, PAD: torch.zeros(n, H, dtype=torch.bool), PROMPT: [f"do {ids[k]}"]*n,
+        state = torch.tensor(np.hstack([x, name]), dtype=torch.float32)
+        return {STATE: state, ACTION: actions, PAD: torch.zeros(n, H, dtype=torch.bool), PROMPT: [f"do {ids[k]}"]*n,
                 TASK_ID: [ids[k]]*n, INDEX: torch.arange(n)}
     train,test = (QuickData({i: frames(k, n) for k,i in enumerate(ids)}) for n in (n_frames, 200))
     return QuickStream(ids, train, test)
@@ -109,6 +113,7 @@ class QuickPolicy(nn.Module):
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=g)/p.shape[-1]**.5 if p.dim() > 1 else torch.zeros(p.shape)
 
+    def lora_targets(self)->list: return ["net.0", "net.2", "net.4"]
     def draw(self, B, generator):
         "(B,n,H,A) noise and (B,n) time; None for a head that needs none."
         if self.head != "flow": return None, None
@@ -168,9 +173,10 @@ def quick_task(
     B:int=32      # batch
 ):
     "Train one task of the stream."
-    ctx,algo = loop.ctx,algo or CLAlgorithm()
+    ctx = loop.ctx
+    algo = algo or CLAlgorithm()
     ids = ctx.stream.ids
-    ctx.t,ctx.task_id,ctx.step = t,ids[t],0
+    ctx.t,ctx.task_id,ctx.step,ctx.n_steps = t,ids[t],0,steps
     quick_prepare(algo, loop)
     ctx.loader = QuickLoader(ctx.data, scope_ids(algo.scope, ids, t), ctx.seed, f"stage {t}")
     call_hook(algo, "on_task_start", ctx)
@@ -184,7 +190,8 @@ def quick_losses(
     algo=None  # whose `eval_policy` surrounds the evaluation of a task
 )->np.ndarray: # (K,) mean loss on the test frames of each task
     "How well each task is done now; the noise is always the same."
-    ctx,algo = loop.ctx,algo or CLAlgorithm()
+    ctx = loop.ctx
+    algo = algo or CLAlgorithm()
     def loss(i):
         b = ctx.stream.test.fetch(i, range(200))
         noise,time = ctx.policy.draw(200, torch_rng(0, "quick test", i))
@@ -222,14 +229,15 @@ def plain(
 
 def sources(
     classes # where to begin
-)->dict:    # module -> SHA-256 of its source
+)->dict:    # module -> SHA-256 of its code
     "The modules of clvla that some classes come from, and those that these import from."
     todo,hashes = [c.__module__ for cls in classes for c in cls.__mro__],{}
     while todo:
         name = todo.pop()
         if name in hashes or not name.startswith("clvla."): continue
         module = sys.modules[name]
-        hashes[name] = sha256(module.__file__)
+        code = ast.dump(ast.parse(Path(module.__file__).read_text()))  # comments do not count
+        hashes[name] = hashlib.sha256(code.encode()).hexdigest()
         todo += [place for x in vars(module).values() if isinstance(place := getattr(x, "__module__", None), str)]
     return dict(sorted(hashes.items()))
 
@@ -278,7 +286,8 @@ def plot_forgetting(
 ):          # a plotly figure
     "Loss on the first task after each task: median line, and the range over seeds as a band."
     import plotly.graph_objects as go
-    fig,colors = go.Figure(),["#636EFA", "#EF553B", "#00CC96", "#AB63FA", "#FFA15A", "#19D3F3"]
+    fig,colors = go.Figure(),["#636EFA", "#EF553B", "#00CC96", "#AB63FA", "#FFA15A", "#19D3F3", "#FF6692", "#7F7F7F",
+                              "#8C564B", "#BCBD22", "#2E4057"]
     for c,(name,L) in zip(colors, first_task(Rs).items()):
         x = [f"after task {k+1}" for k in range(L.shape[1])]
         fig.add_scatter(x=x+x[::-1], y=[*L.max(0), *L.min(0)[::-1]], fill="toself", fillcolor=c, opacity=.15,

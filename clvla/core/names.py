@@ -7,7 +7,7 @@ __all__ = ['IMAGE', 'IMAGES', 'STATE', 'ACTION', 'PAD', 'PROMPT', 'TASK_ID', 'IN
            'at_place', 'Registry', 'require']
 
 # %% ../../nbs/core/00_names.ipynb #600ca7fb
-import difflib, importlib, importlib.util, re, weakref
+import difflib, importlib, importlib.util, re, sys
 
 # %% ../../nbs/core/00_names.ipynb #45b12d75
 IMAGE = "observation.images.front"   # uint8 (B,3,h,w), the main camera; further cameras share the prefix below
@@ -53,12 +53,10 @@ def at_place(
 # %% ../../nbs/core/00_names.ipynb #e1a0b004
 class Registry(dict):
     "Names and what they stand for; an entry that is given as \"module:name\" is imported when it is first asked for."
-    known = weakref.WeakSet() # every registry of this process; `plugins` looks at what a module has added
-    __hash__ = object.__hash__
+    added = []   # (module, registry, name) of every `registry[name] = entry`; `plugins` takes out what a file had put in
     def __init__(self, what:str, /, **entries):
         self.what = what
         super().__init__(**entries)
-        Registry.known.add(self)
 
     def __missing__(self, name): raise ValueError(f"unknown {self.what} {name!r}{closest(name, self)}")
 
@@ -74,6 +72,7 @@ class Registry(dict):
             raise ValueError(f"{self.what} {name!r} is {place(super().__getitem__(name))} already, and {place(entry)} "
                              "wants the same name; choose another name for one of them")
         super().__setitem__(name, entry)
+        Registry.added.append((sys._getframe(1).f_globals.get("__name__"), self, name))
 
     def get(self, name, default=None): return self[name] if name in self else default
     def values(self): return (self[name] for name in self)   # one at a time: whoever stops early imports no more

@@ -22,7 +22,6 @@ class Plugin:
     module:str  # name in sys.modules
 
 _loaded = {}    # name -> Plugin
-_added = {}     # module -> [(registry, name)], what a file has registered
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10008
 def _load_file(path:Path)->Plugin:
@@ -32,7 +31,7 @@ def _load_file(path:Path)->Plugin:
     digest = sha256(path)
     module = f"clvla_plugin_{path.stem}_{digest[:12]}"
     if module not in sys.modules:
-        for other in [name for name in _added if name.startswith(f"clvla_plugin_{path.stem}_")]: _forget(other)
+        for other in [name for name in sys.modules if name.startswith(f"clvla_plugin_{path.stem}_")]: _forget(other)
         spec = importlib.util.spec_from_file_location(module, path)
         sys.modules[module] = importlib.util.module_from_spec(spec)
         _import(str(path), module, lambda: spec.loader.exec_module(sys.modules[module]))
@@ -41,16 +40,16 @@ def _load_file(path:Path)->Plugin:
 def _forget(module:str):
     "Take out of the registries what a file had put in."
     sys.modules.pop(module, None)
-    for registry,name in _added.pop(module, ()): registry.pop(name, None)
+    for by,registry,name in Registry.added:
+        if by == module: registry.pop(name, None)
+    Registry.added[:] = [entry for entry in Registry.added if entry[0] != module]
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10009
 def _import(name:str, module:str, run):
-    "Import a plugin and note what it registers; ValueError names the plugin, the line and the error."
-    before = {registry: set(registry) for registry in Registry.known}
+    "Import a plugin; ValueError names the plugin, the line and the error, and nothing stays registered."
     error = None
     try: run()
     except Exception as e: error = e
-    _added[module] = [(r, k) for r in Registry.known for k in r if k not in before.get(r, ())]
     if error is None: return
     _forget(module)
     lines = [f for f in traceback.extract_tb(error.__traceback__) if f.name == "<module>" and f.filename.endswith(".py")]

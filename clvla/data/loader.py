@@ -5,24 +5,24 @@
 # %% auto #0
 __all__ = ['TaskData', 'pixels', 'TaskLoader', 'fetch_pinned', 'next_ahead']
 
-# %% ../../nbs/data/03_loader.ipynb #7a8d9665
+# %% ../../nbs/data/03_loader.ipynb #4d6eb6f4
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from fastcore.basics import patch
 from ..core.batch import cat, take
-from ..core.names import N_ACTIONS, TASK_ID, closest
+from ..core.names import TASK_ID, closest
+from .stats import most_actions
 from ..core.seeds import np_rng
 
-# %% ../../nbs/data/03_loader.ipynb #23325f53
+# %% ../../nbs/data/03_loader.ipynb #cea803e9
 class TaskData:
     "The frame stores of a stream, by task id, and the processor that makes batches of them."
     def __init__(self,
         stores:dict,         # task id -> frame store
         processor,           # normalises raw batches
         H:int,               # actions per chunk
-        n_actions:dict=None, # task id -> number of discrete actions; None: as the stores say
         prepare=None         # batch -> batch with further entries, one row a sample; None: nothing is added
     ):
         if not stores: raise ValueError("TaskData needs at least one frame store, found none")
@@ -32,15 +32,8 @@ class TaskData:
         if any(d != (self.state_dim, self.action_dim, self.pixels) for d in dims.values()):
             raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found "
                              f"{dims}")
-        own = {k: getattr(s, "n_actions", None) for k,s in stores.items()}   # discrete actions, as the stores say
-        if n_actions is None and any(own.values()): n_actions = {k: n for k,n in own.items() if n is not None}
-        if n_actions is not None and (missing := sorted(stores.keys()-n_actions)):
-            raise ValueError(f"n_actions lacks {missing}; give the number of discrete actions of every task")
         self.stores,self.processor,self.H,self.prepare = dict(stores),processor,H,prepare
-        self.task_ids,self.cameras,self.n_actions_of = list(stores),list(self.pixels),n_actions
-
-    @property
-    def n_actions(self)->int|None: return max(self.n_actions_of.values()) if self.n_actions_of else None
+        self.task_ids,self.cameras,self.n_actions = list(stores),list(self.pixels),most_actions(stores.values())
 
     def store(self, task_id:str):
         "The frame store of a task."
@@ -56,7 +49,7 @@ def pixels(
     "The image size of each camera."
     return {k: int(x.shape[1]) for k,x in store.images.items()}
 
-# %% ../../nbs/data/03_loader.ipynb #2973da48
+# %% ../../nbs/data/03_loader.ipynb #8c9c9df8
 @patch
 def fetch(self:TaskData,
     task_id:str, # one task
@@ -64,7 +57,6 @@ def fetch(self:TaskData,
 )->dict:         # a processed batch with `task_id` and `index` filled in
     "The samples of one task at frames `idx`."
     batch = self.processor(self.store(task_id).gather(idx, self.H)) | {TASK_ID: [task_id]*len(idx)}
-    if self.n_actions_of: batch[N_ACTIONS] = torch.full((len(idx),), self.n_actions_of[task_id])
     return batch if self.prepare is None else self.prepare(batch)
 
 @patch

@@ -62,6 +62,10 @@ class Stream:
         "What is trained, in turn; probes are left out."
         trained = [self[i] for i in self.ids if self[i].trained]
         return [Stage(t, task) for t,task in enumerate(trained*self.cycles)]
+    def tried(self, t:int)->list:
+        "Ids of the tasks that are evaluated after stage `t`: those trained by then, and the probes."
+        seen = {stage.task.id for stage in self.stages[:t+1]}
+        return [i for i in self.ids if i in seen or not self[i].trained]
     def __len__(self): return len(self.stages)
     def __getitem__(self, task_id:str)->Task:
         for task in self.tasks:

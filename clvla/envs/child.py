@@ -89,11 +89,11 @@ def report(e:Exception)->dict:
     "An error as a message that `raise_as` understands."
     return dict(type=type(e).__name__, message=str(e), traceback="".join(traceback.format_exception(e))[-20_000:])
 
-# %% ../../nbs/envs/02_child.ipynb #6b02ec4a
+# %% ../../nbs/envs/02_child.ipynb #eec7bfd1
 def raise_as(
     error:dict # what a child reported
 ):
-    "Raise a child's error here: as its own class where users know it, else as RuntimeError; with the child's traceback."
+    "Raise a child's error here, with its traceback: as its own class where users know it, else as RuntimeError."
     known = {e.__name__: e for e in (ValueError, ImportError, ModuleNotFoundError, OSError, FileNotFoundError)}
     e = known[error["type"]](error["message"]) if error["type"] in known else RuntimeError(
         f"{error['type']} in a worker: {error['message']}. The worker's own traceback is below; the same call in this "

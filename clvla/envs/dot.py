@@ -58,11 +58,15 @@ class Dot(Env):
 
     def close(self): pass
 
-# %% ../../nbs/envs/05_dot.ipynb #26bac4f1
+# %% ../../nbs/envs/05_dot.ipynb #b454195c
 class DotKind(Kind):
     "The dot, for whoever asks for a simulator by name."
     label,env,entries = "the dot",Dot,dict(goal=(list, tuple), discrete=bool)
     defaults = dict(n_demos=10, steps_per_task=100, image_size=32, action_norm="min_max")
+
+    def folder(self, spec:dict)->str:
+        goal = "".join(f"-{x:g}" for x in spec.get("goal", ()))
+        return super().folder(spec)+goal+"-discrete"*bool(spec.get("discrete"))
 
     def streams(self)->dict:
         tasks = [Task(name, name, f"move the dot to the {name}", dict(kind="dot", name=name, max_steps=30),

@@ -6,7 +6,6 @@
 __all__ = ['SPEC', 'Kind']
 
 # %% ../../nbs/envs/01_kind.ipynb #66e02cbc
-from fastcore.basics import patch
 from ..core.names import closest, require
 
 # %% ../../nbs/envs/01_kind.ipynb #9e68260b
@@ -22,7 +21,7 @@ class Kind:
     entries = None      # what its specs may hold besides `SPEC`: names, or name -> type; None = what `env.entries` says
     heavy = False       # its environments weigh hundreds of megabytes, so they share a queue instead of owning a row
     defaults = dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max", head="flow",
-                    chunk=8) # settings that suit it
+                    chunk=8, lr=1e-3) # settings that suit it
     recipe = dict(noise=.15, tail=4, fps=10) # how demonstrations are recorded: arguments of `make_demos`
     n_starts = None     # trials below it are the benchmark's own initial states
     hints = {}          # names that people try as a stream -> what to tell them
@@ -52,8 +51,7 @@ class Kind:
         return "-"*bool(sized)+"+".join(f"{name}{pixels or ''}" for name,pixels in sized)
 
 # %% ../../nbs/envs/01_kind.ipynb #0d9aa5ea
-@patch
-def check_spec(self:Kind,
+def _check_spec(self:Kind,
     spec:dict,             # of an environment, or a part of one
     where="an environment" # what it belongs to, for the message
 )->dict:                   # `spec`
@@ -68,17 +66,17 @@ def check_spec(self:Kind,
     if spec.get("max_steps", 1) < 1: raise ValueError(f"{where}: max_steps must be above 0, found {spec['max_steps']}")
     return spec
 
+Kind.check_spec = _check_spec   # a worker in another interpreter has no fastcore, and so no `patch`
+
 # %% ../../nbs/envs/01_kind.ipynb #ab0f049b
-@patch
-def mixes(self:Kind,
+def _mixes(self:Kind,
     first:int, # number of the first trial
     n:int      # how many
 )->bool:
     "Whether trials begin partly at the benchmark's own starts and partly at drawn ones."
     return self.n_starts is not None and first < self.n_starts < first+n
 
-@patch
-def check(self:Kind,
+def _check(self:Kind,
     cfg,       # settings of a run: evaluate, n_trials
     tasks:list # of this kind
 ):
@@ -87,3 +85,5 @@ def check(self:Kind,
         raise ValueError(f"n_trials {cfg.n_trials} would mix {self.label}'s own {self.n_starts} starts with drawn "
                          f"ones; set it to {self.n_starts} or less, and try drawn ones afterwards: eval_cl with "
                          f"first_trial {self.n_starts}")
+
+Kind.mixes,Kind.check = _mixes,_check

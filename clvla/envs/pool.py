@@ -258,7 +258,7 @@ def _accept(self:EnvPool, w, message):
     s.built,s.under_way,s.redo = True,not ended,False
     if ended: s.failures = 0
 
-# %% ../../nbs/envs/03_pool.ipynb #3738902f
+# %% ../../nbs/envs/03_pool.ipynb #29ef22bb
 @patch
 def _result(self:EnvPool, slot)->Result:
     "What the shared memory says of a slot."
@@ -268,7 +268,8 @@ def _result(self:EnvPool, slot)->Result:
     watched = {step: {k: memory["watched."+k][slot,step-1] for k in self.obs if k != N_ACTIONS}
                for step in s.watch if step <= n}
     return Result(slot, s.trial, {k: v[slot] for k,v in self.obs.items()}, memory["rewards"][slot,:n].copy(),
-                  success, terminated, truncated, n, s.redo, tuple(memory["seconds"][slot].tolist()), not s.built, watched)
+                  success, terminated, truncated, n, s.redo, tuple(memory["seconds"][slot].tolist()), not s.built,
+                  watched)
 
 # %% ../../nbs/envs/03_pool.ipynb #dbb7cff0
 @patch

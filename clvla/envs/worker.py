@@ -42,7 +42,7 @@ def memory_arrays(
     memory = mmap.mmap(fd, layout["size"])
     return {k: np.ndarray(v[0], v[1], memory, v[2]) for k,v in layout.items() if k != "size"}
 
-# %% ../../nbs/envs/07_worker.ipynb #67854cc5
+# %% ../../nbs/envs/07_worker.ipynb #95688d9d
 def about(env)->dict:
     "What the pool has to know of an environment."
     return dict(task_id=env.task_id, prompt=env.prompt, state_dim=env.state_dim, action_dim=env.action_dim,
@@ -61,7 +61,8 @@ class Envs(dict):
         facts = about(env)
         if wrong := [f"{k} {facts[k]}, the pool {v}" for k,v in (like or {}).items() if facts[k] != v]:
             env.close()
-            raise ValueError(f"{env.task_id} cannot take slot {slot}: it has {'; '.join(wrong)}; make a pool of its own")
+            raise ValueError(f"{env.task_id} cannot take slot {slot}: it has {'; '.join(wrong)}; make a pool of its "
+                             "own")
         env.obs,self[slot] = self.timed(env.obs),env
         return facts
 

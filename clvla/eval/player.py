@@ -22,7 +22,7 @@ from ..envs.pool import EnvPool
 from .metrics import record_key
 
 # %% ../../nbs/eval/02_player.ipynb #985b40ac
-@dataclass
+@dataclass(eq=False)
 class Row:
     "One environment, and the episode that is under way in it."
     number:int              # among the rows of all processes
@@ -82,7 +82,7 @@ class Queue:
         tasks,      # with `id`
         trials,     # trial numbers, the same for every task
         skip,       # an episode is left out where `skip(task_id, trial)`
-        part=(0,1)  # which share: number a of b
+        part=(0,1)  # which part: number a of b
     ):
         a,b = part
         episodes = [(t.id, int(i)) for t in tasks for i in trials]
@@ -102,11 +102,11 @@ class Queue:
 def part_of(
     text:str # "a/b", as in "0/4"
 )->tuple:    # (a, b)
-    "Which share of the episodes is meant; ValueError for one that cannot be."
+    "Which part of the episodes is meant; ValueError for one that cannot be."
     a,_,b = str(text).partition("/")
     plain = a.isdecimal() and b.isdecimal() and str(text) == f"{int(a)}/{int(b)}"  # '0/04' would be another folder
     if not (plain and int(a) < int(b)):
-        raise ValueError("part is 'a/b', share a of b with a counted from 0 and below b, without leading zeros, as in "
+        raise ValueError("part is 'a/b', number a of b with a counted from 0 and below b, without leading zeros, as in "
                          f"'0/4'; found {text!r}")
     return int(a),int(b)
 
@@ -214,8 +214,9 @@ class Player:
         rank:int=0,       # which process this is
         world:int=1,      # of how many that share the episodes
         batch:int=0,      # rows of a policy call of a queue; 0: a queue for heavy simulators, else lists of their own
-        part=(0,1),       # share of the episodes; one that is not all of them makes a queue
+        part=(0,1),       # part of the episodes, number a of b; one that is not all of them makes a queue
         cameras=None,     # names; None: those that each environment's spec says
+        rows:int=0,       # of a queue; 0: two for each worker
         make_pool=EnvPool,# what holds the environments
         **pool            # further arguments of the pool
     ):
@@ -226,12 +227,11 @@ class Player:
         self.batch = (batch or BATCH) if self.shared else -(-len(self.tasks)*rows_per_task//2)
         self.part,self.clock = (a+b*rank, b*world),{}
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
-        if self.shared: rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(2*n_workers)]
-        else: rows = own_rows(self.tasks, rows_per_task, self.batch, rank, world)
-        assign = None if self.shared else workers_of(rows, n_workers)
-        self.rows,self.pool = rows,None
-        if rows: self.pool = make_pool([self.specs[row.task.id] for row in rows], n_workers, image_size=image_size,
-                                       seed=seed, H=H, assign=assign, **pool)
+        if self.shared: self.rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
+        else: self.rows = own_rows(self.tasks, rows_per_task, self.batch, rank, world)
+        assign,self.pool = None if self.shared else workers_of(self.rows, n_workers),None
+        if self.rows: self.pool = make_pool([self.specs[row.task.id] for row in self.rows], n_workers, seed=seed,
+                                            image_size=image_size, H=H, assign=assign, **pool)
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -321,7 +321,7 @@ def answered(self:_Evaluation, row, result):
         row.over = result.success or result.terminated or result.truncated
     if row.over: self.record(row, result.success)
     if row.over and not self.in_order: self.begin_next(row)
-    else: self.waiting.append(row)
+    elif row not in self.waiting: self.waiting.append(row)   # one that waited may begin again with its lost worker
 
 # %% ../../nbs/eval/02_player.ipynb #8a6d2bcf
 @patch
@@ -395,7 +395,7 @@ def evaluate(self:Player,
     on_round=None,   # called before each policy call, and while simulators keep us waiting; may raise
     algo=None        # its `eval_key(task_id)` groups rows, its `eval_policy(policy, task_id)` changes the policy for them
 )->list:             # the new records of this process, by task and trial
-    "Evaluate the policy on all episodes of our share; same seed, same records, whatever the schedule."
+    "Evaluate the policy on all episodes of our part; same seed, same records, whatever the schedule."
     order,done = [t.id for t in self.tasks],set(done)
     ids = order if ids is None else list(ids)
     for task_id in ids:

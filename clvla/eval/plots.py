@@ -18,7 +18,7 @@ from IPython.display import HTML, display
 from plotly.io.base_renderers import MimetypeRenderer, PlotlyRenderer
 from plotly.offline import get_plotlyjs
 from ..core.files import write_atomic
-from .metrics import SuccessMatrix, metrics
+from .metrics import SuccessMatrix, metrics, plain
 from .stats import metric_intervals, wilson
 
 # %% ../../nbs/eval/05_plots.ipynb #116b96ae
@@ -88,7 +88,8 @@ def metrics_table(
 )->Table:            # metric; percent, low, high (95 %); missing cells; formula
     "All metrics of a run in percent, with bootstrap intervals over initial states."
     intervals = metric_intervals(records, stages, task_ids, n_boot, seed)
-    return Table([dict(metric=k, percent=100*v.value, low=100*v.low, high=100*v.high, missing=v.missing,
+    scale = {k: 1 if k in plain else 100 for k in intervals}   # those in `plain` are no shares
+    return Table([dict(metric=k, percent=scale[k]*v.value, low=scale[k]*v.low, high=scale[k]*v.high, missing=v.missing,
                        formula=metrics[k].__doc__) for k,v in intervals.items()])
 
 # %% ../../nbs/eval/05_plots.ipynb #e67f066e

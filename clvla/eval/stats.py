@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 import numpy as np
 from ..core.seeds import np_rng
-from .metrics import JOINT, SuccessMatrix, from_records, looks, measure
+from .metrics import JOINT, SuccessMatrix, curve_steps, from_records, measure, own_metrics
 
 # %% ../../nbs/eval/01_stats.ipynb #1c76d1fb
 def wilson(
@@ -35,19 +35,20 @@ class Outcomes:
     "Every single result, ordered so that one initial state is one column of numbers."
     matrix: SuccessMatrix # the counts
     S: np.ndarray         # (T+1,K,N) 1 success, 0 failure, NaN not run; the last row is the one before training
-    looks: dict           # task id -> (E,N) results of the looks while it was being learned
+    curves: dict          # task id -> (E,N) results along its learning curve
 
 def outcomes(records, stages, task_ids)->Outcomes:
     "Sort episode records by stage, task and initial state."
     m = from_records(records, stages, task_ids)
-    at = {i: c for c,i in enumerate(sorted({r["trial"] for r in records}))}
-    steps = {m.stages[t]: (t, looks(records, m.stages, t)) for t in reversed(range(m.T)) if m.stages != (JOINT,)}
-    S = np.full((m.T+1, m.K, len(at)), np.nan)
-    L = {j: np.full((len(e), len(at)), np.nan) for j,(_,e) in steps.items() if e}
+    column = {i: c for c,i in enumerate(sorted({r["trial"] for r in records}))}
+    steps = {m.stages[t]: (t, curve_steps(records, m.stages, t)) for t in reversed(range(m.T)) if m.stages != (JOINT,)}
+    S = np.full((m.T+1, m.K, len(column)), np.nan)
+    L = {j: np.full((len(e), len(column)), np.nan) for j,(_,e) in steps.items() if e}
     for r in records:
-        if r.get("step") is None: S[r["stage"], task_ids.index(r["task"]), at[r["trial"]]] = r["success"]
+        i = column[r["trial"]]
+        if r.get("step") is None: S[r["stage"], task_ids.index(r["task"]), i] = r["success"]
         t,e = steps.get(r["task"], (None, []))
-        if t == r["stage"] and r.get("step") in e: L[r["task"]][e.index(r.get("step")), at[r["trial"]]] = r["success"]
+        if t == r["stage"] and r.get("step") in e: L[r["task"]][e.index(r.get("step")), i] = r["success"]
     return Outcomes(m, S, L)
 
 # %% ../../nbs/eval/01_stats.ipynb #5da0c53a
@@ -64,7 +65,7 @@ def resample(
         a,b = rng.gamma(.5, size=(2, n_boot, *s.shape[:-1]))*~np.isnan(s).all(-1)
         return np.einsum(to, w, np.nan_to_num(s))+a,np.einsum(to, w, ~np.isnan(s))+a+b
     k,n = draw(out.S, w, "bjn,tjn->btj")
-    cs = {j: draw(s, w[:, m.task_ids.index(j)], "bn,en->be") for j,s in out.looks.items()}
+    cs = {j: draw(s, w[:, m.task_ids.index(j)], "bn,en->be") for j,s in out.curves.items()}
     return SuccessMatrix(m.stages, m.task_ids, k[:,:-1], n[:,:-1], k[:,-1], n[:,-1], {j: k/n for j,(k,n) in cs.items()})
 
 # %% ../../nbs/eval/01_stats.ipynb #a9348c3d
@@ -105,9 +106,11 @@ def metric_intervals(
     seed:int=0,      # of the bootstrap's own generator
     conf:float=.95   # nominal coverage
 )->dict:             # metric name -> Interval
-    "Every metric with its bootstrap interval over initial states."
+    "Every metric with its bootstrap interval over initial states; registered ones (`own_metrics`) without."
     ds = _metric_draws(records, stages, task_ids, n_boot, seed)
-    return {k: Interval(s.value, *quantiles(d, conf, k in SIGNED), s.missing) for k,(s,d) in ds.items()}
+    intervals = {k: Interval(s.value, *quantiles(d, conf, k in SIGNED), s.missing) for k,(s,d) in ds.items()}
+    own = own_metrics(records, stages, task_ids)
+    return intervals | {k: Interval(s.value, np.nan, np.nan, s.missing) for k,s in own.items()}
 
 # %% ../../nbs/eval/01_stats.ipynb #220c97ae
 def t_quantile(
@@ -138,14 +141,15 @@ def seed_intervals(
     seed:int=0,      # of the bootstrap's own generator
     conf:float=.95   # nominal coverage
 )->dict:             # metric name -> Interval
-    "Every metric's mean over seeds, resampling seeds and initial states."
+    "Every metric's mean over seeds, resampling seeds and initial states; of registered ones Student's t interval."
     per = [_metric_draws(r, stages, task_ids, n_boot, seed, i) for i,r in enumerate(runs)]
     who,res = np_rng(seed, "seeds").integers(len(runs), size=(n_boot, len(runs))),{}
     for k in per[0]:
         value,missing = np.mean([p[k][0].value for p in per]).item(),sum(p[k][0].missing for p in per)
         draws = np.stack([p[k][1] for p in per])[who, np.arange(n_boot)[:, None]].mean(-1)
         res[k] = Interval(value, *quantiles(centred(draws, value), conf, k in SIGNED), missing)
-    return res
+    own = [own_metrics(r, stages, task_ids) for r in runs]
+    return res | {k: t_interval([scores[k].value for scores in own]) for k in own[0]}
 
 # %% ../../nbs/eval/01_stats.ipynb #8e3175fd
 def mcnemar(

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['policies', 'make_policy', 'stored_policy', 'load_policy', 'policy_arguments', 'check_policy', 'build_policy']
 
-# %% ../../nbs/policies/09_all.ipynb #2e070975
+# %% ../../nbs/policies/09_all.ipynb #931cb78f
 import torch
 from pathlib import Path
 from ..core.names import IMAGE, Registry
 from ..core.seeds import seed_of
 from .base import Policy
+from .heads import heads
 from .lora import add_lora, check_frozen
 from .weights import init_weights, load_base, load_weights, note_frozen, read_policy
 
@@ -62,7 +63,7 @@ def load_policy(
     load_weights(policy, folder, about)
     return policy
 
-# %% ../../nbs/policies/09_all.ipynb #8ad70668
+# %% ../../nbs/policies/09_all.ipynb #3bf11edb
 def policy_arguments(
     cfg,              # anything with model, model_kw, image_size, chunk, head
     state_dim:int=4,  # S of the data
@@ -87,6 +88,7 @@ def check_policy(
     **sizes  # of the data, as in `policy_arguments`, as far as they are known
 ):
     "ValueError when the policy that a run's settings name cannot be built; builds nothing."
+    if cfg.head in heads and heads[cfg.head].discrete: sizes = dict(action_dim=1, n_actions=2) | sizes
     policies[cfg.model].check(**policy_arguments(cfg, **sizes))
 
 # %% ../../nbs/policies/09_all.ipynb #9a3064c8

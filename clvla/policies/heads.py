@@ -182,7 +182,7 @@ def check_labels(
                          "policy with the largest n_actions of the stream, and leave discrete actions unnormalised")
     return label
 
-# %% ../../nbs/policies/01_heads.ipynb #e3c5b0dd
+# %% ../../nbs/policies/01_heads.ipynb #d3a46cd5
 heads = Registry("head", flow=FlowHead, l1=L1Head, discrete=DiscreteHead)
 
 def make_head(
@@ -202,9 +202,12 @@ def check_head(
     "ValueError when action size and number of actions do not fit the head; builds nothing."
     if not heads[name].discrete:
         if n_actions is None: return
-        raise ValueError(f"policy {who}: n_actions is {n_actions!r}, and head {name!r} has no classes; use head "
-                         "'discrete', or leave n_actions out")
+        raise ValueError(f"policy {who}: there are {n_actions!r} discrete actions, and head {name!r} predicts numbers; "
+                         "use head 'discrete'")
+    if n_actions is None:
+        raise ValueError(f"policy {who}: head {name!r} needs to know how many actions there are, found n_actions None; "
+                         "use head 'flow' or 'l1' where actions are numbers")
     check_count(who, "n_actions", n_actions, least=2)
     if action_dim != 1:
-        raise ValueError(f"policy {who}: a discrete action is one index, found action_dim {action_dim}; use head 'flow' "
-                         "or 'l1' for actions of several numbers")
+        raise ValueError(f"policy {who}: a discrete action is one index, found action_dim {action_dim}; use head "
+                         "'flow' or 'l1' for actions of several numbers")

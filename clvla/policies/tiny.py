@@ -81,7 +81,7 @@ class Block(nn.Module):
         x = x[:,:rows] + self.o(scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
-# %% ../../nbs/policies/02_tiny.ipynb #123870c5
+# %% ../../nbs/policies/02_tiny.ipynb #c58cac83
 class Tiny(Policy):
     "A small VLA: convolutions, hashed words, two transformer blocks, and a head from the menu."
     heads,image_sizes = ("flow", "l1", "discrete"),(32, 48, 64, 80, 96)
@@ -95,8 +95,7 @@ class Tiny(Policy):
         cameras:tuple|None=None,  # image keys; None: the main camera, or those of `image_size`
         D:int=96,                 # width, a multiple of the 4 attention heads
         n_blocks:int=2,           # transformer blocks
-        n_rows:int=512,           # rows of the word table
-        max_words:int=32,         # longest instruction
+        n_rows:int=512, max_words:int=32, # rows of the word table; longest instruction
         n_actions:int|None=None   # classes of head "discrete"
     ):
         cameras = list(cameras or (image_size if isinstance(image_size, dict) else [IMAGE]))

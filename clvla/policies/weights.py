@@ -137,7 +137,7 @@ def read_base(
     if folder is None or not (Path(folder)/"policy.json").exists(): return None
     return read_policy(folder).get("base")
 
-# %% ../../nbs/policies/03_weights.ipynb #8dd18bac
+# %% ../../nbs/policies/03_weights.ipynb #829544b5
 def check_stored(
     policy:Policy, # about to be loaded
     about:dict,    # what `read_policy` says of the folder
@@ -149,7 +149,8 @@ def check_stored(
     stored = about.get("lora", {})
     for k in ("rank", "alpha", "pretrained"):
         if lora.get(k) != stored.get(k):
-            raise ValueError(f"{folder} was stored with LoRA {k} {stored.get(k)}, this policy has {lora.get(k)}; {fits}")
+            raise ValueError(f"{folder} was stored with LoRA {k} {stored.get(k)}, this policy has {lora.get(k)}; "
+                             f"{fits}")
     if policy.base and "base" in about and policy.base["sha256"] != about["base"]["sha256"]:
         raise ValueError(f"{folder} was trained on other frozen weights (sha256 {about['base']['sha256'][:12]}) than "
                          f"this policy has ({policy.base['sha256'][:12]}); {fits}")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'RunBase', 'table', 'hosts', 'world_of', 'typed', 'value_of', 'make_config', 'owner_of',
            'settings_of', 'setting_value', 'from_page', 'check_values', 'check_settings', 'check_machine', 'count_gpus',
-           'with_folders', 'differences', 'read_config', 'refuse_twice', 'given_twice']
+           'device_of', 'with_folders', 'differences', 'read_config', 'refuse_twice', 'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, json, math, os
@@ -217,6 +217,12 @@ def count_gpus()->int:
     "Number of GPUs that torch sees."
     import torch
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+def device_of(
+    device:str # of the settings: auto, cpu or cuda
+)->str:        # cpu or cuda
+    "Where a run's policy is trained and evaluated on this machine."
+    return "cuda" if device != "cpu" and count_gpus() else "cpu"
 
 # %% ../../nbs/run/07_config.ipynb #b0700018
 def with_folders(

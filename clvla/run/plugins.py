@@ -16,15 +16,19 @@ def stored_plugins(
     run_dir # folder of a run
 )->list:    # name, kind and id of each plugin, and its copy's path; [] for a run without
     "What a run's folder says of its plugins; ValueError when a copy is not what was stored."
-    path = Path(run_dir)/"plugins.json"
-    entries = [e | dict(copy=str(Path(run_dir)/"plugins"/Path(e["name"]).name)) if e["kind"] == "file" else e
-               for e in (read_json(path) if path.exists() else [])]
+    entries = _entries(run_dir)
     for copy,digest in ((Path(e["copy"]), e["id"]) for e in entries if "copy" in e):
         if not copy.exists(): raise ValueError(f"{copy} is missing: the run was begun with this plugin; put it back")
         if sha256(copy) != digest:
             raise ValueError(f"{copy} was changed after the run began; put the file back whose sha256 is {digest}, "
                              "or start a new run_dir with the changed plugin")
     return entries
+
+def _entries(run_dir)->list:
+    "The entries of plugins.json, each file with its copy's path."
+    path = Path(run_dir)/"plugins.json"
+    copy = lambda name: str(Path(run_dir)/"plugins"/Path(name).name)
+    return [e | (dict(copy=copy(e["name"])) if e["kind"] == "file" else {}) for e in (read_json(path) if path.exists() else [])]
 
 def plugins_of(
     cfg,         # config of a run: run_dir, plugins
@@ -46,6 +50,7 @@ def keep_plugins(
     if RunFolder(cfg.run_dir).has_results: return check_changed(cfg, say)
     path = Path(cfg.run_dir)/"plugins.json"
     if not cfg.plugins: return path.unlink(missing_ok=True)
+    if list(cfg.plugins) == [e.get("copy", e["name"]) for e in _entries(cfg.run_dir)]: return  # a child has its copies already
     write_json(path, [_keep(cfg, name) for name in cfg.plugins])
     plugins_of(cfg, copies=True)   # from now on, also for the children of this process, the copies
 

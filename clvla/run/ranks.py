@@ -12,7 +12,7 @@ from pathlib import Path
 from .folder import descendants
 from .launch import kill_all
 from .stop import EXIT_STOPPED, exit_text, oom_kills
-from .config import RunBase, hosts
+from .config import RunBase, device_of, hosts
 
 # %% ../../nbs/run/04_ranks.ipynb #192bcff9
 def launch_ranks(
@@ -22,11 +22,10 @@ def launch_ranks(
     "Start this machine's processes of a run, pass signals on, and wait; RuntimeError when machines do not meet."
     linux = sys.platform == "linux"
     if linux: pass_on(60*cfg.timeout)
-    import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
     os.environ |= dict(OMP_NUM_THREADS=str(cfg.threads), CLVLA_LAUNCHER=str(os.getpid()))
-    if cfg.device == "cpu" or not torch.cuda.is_available(): os.environ["ACCELERATE_USE_CPU"] = "true"
+    if device_of(cfg.device) == "cpu": os.environ["ACCELERATE_USE_CPU"] = "true"
     stopped,codes,kills = Path(cfg.run_dir)/"stopped.json",{},oom_kills()
     stopped_before = written_at(stopped)
     logging.disable(logging.ERROR)   # the ranks report their errors themselves

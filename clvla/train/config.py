@@ -59,7 +59,7 @@ class LearningSettings:
     steps_per_task:int = 0       # optimizer updates per task
     batch_size:int = 32          # B, samples per update, over all processes
     accumulation:int = 1         # micro-batches per update; B is split into them
-    lr:float = 1e-3              # peak learning rate
+    lr:float = 0.                # peak learning rate
     lr_of:dict = field(default_factory=dict) # peak rates of parts: prefix of parameters' names -> rate
     lr_floor:float = .05         # share of `lr` at the end of a task's cosine
     warmup:int = 20              # updates of linear warm-up, each task
@@ -69,8 +69,8 @@ class LearningSettings:
     reset_optimizer:bool = True  # a new AdamW for each task, or moments carried on
     on_nan:str = "stop"          # a loss or gradient that is not finite: stop, or skip the update
     nan_limit:int = 10           # skipped updates after which the run stops all the same
-    POSITIVE = ("batch_size", "accumulation", "lr", "nan_limit")
-    NOT_NEGATIVE = ("steps_per_task", "warmup", "weight_decay", "clip")
+    POSITIVE = ("batch_size", "accumulation", "nan_limit")
+    NOT_NEGATIVE = ("steps_per_task", "lr", "warmup", "weight_decay", "clip")
     CHOICES = dict(on_nan=("stop", "skip"))
 
 # %% ../../nbs/train/00_config.ipynb #c0a00006

@@ -192,13 +192,13 @@ def evaluate(self:Imitation,
 def cells(learner:Imitation, t:int, step=None)->list:
     "Ids of the tasks that are tried: all or none before training, the task itself inside a stage, else those seen so far or all."
     cfg,stages = learner.cfg,learner.stages
-    ids = list(dict.fromkeys(s.task.id for s in learner.stream.stages))
+    ids = learner.stream.ids
     if step is not None: return ids if stages[t].name == "joint" else [stages[t].name]
     if cfg.evaluate == "none": return []
     if t < 0: return ids if cfg.evaluate == "full" and not cfg.last_only else []
     if cfg.last_only and t < len(stages)-1: return []
     if cfg.evaluate == "full" or stages[t].name == "joint": return ids
-    return list(dict.fromkeys(s.task.id for s in learner.stream.stages[:t+1]))
+    return learner.stream.tried(t)
 
 # %% ../../nbs/train/04_learner.ipynb #d0400010
 @patch

@@ -89,8 +89,10 @@ def check(
     if cfg.lora_rank: require("peft", "peft")
     if cfg.init_from: check_init(cfg)
     stream = stream_for(cfg)
+    if not stream.stages:
+        raise ValueError(f"stream {stream.name!r} has probes only, so there is nothing to train; leave one task trained")
     if cfg.smoke and len(stream.tasks) > 2:
-        keep = stream.ids[:2]
+        keep = list(dict.fromkeys(stage.task.id for stage in stream.stages))[:2]
         stream = Stream(f"{stream.name}-smoke", tuple(stream[i] for i in keep), None, stream.cycles)
     if cfg.evaluate != "none" and (lone := [o.id for o in stream.tasks if o.env is None]):
         raise ValueError(f"no environment belongs to {', '.join(lone)}, so they cannot be evaluated; set evaluate to "
@@ -261,7 +263,7 @@ def prepare(
     "Frame stores of all tasks: demonstrated, or read from LeRobot data sets; says how others' data sets are read."
     parts = [p for o in stream.tasks for p in (o.source or {}).get("parts", ()) if "layout" in p]
     for line in dict.fromkeys(map(layout_text, parts)): say(line)
-    return make_all_demos(list(stream.tasks), cfg, say, on_wait, stream.name)
+    return make_all_demos([task for task in stream.tasks if task.trained], cfg, say, on_wait, stream.name)
 
 # %% ../../nbs/train/03_prepare.ipynb #0c83a7c8
 def make_processor(
@@ -270,5 +272,5 @@ def make_processor(
     cfg:RunConfig  # stats, state_norm, action_norm
 )->Processor:      # frozen from here on
     "Statistics of all tasks, or of the first one only, and the processor made from them."
-    of = list(stores.values()) if cfg.stats == "global" else [stores[stream.ids[0]]]
+    of = list(stores.values()) if cfg.stats == "global" else [stores[stream.stages[0].task.id]]
     return Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm)

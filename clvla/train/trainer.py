@@ -19,6 +19,7 @@ from ..cl.engine import Engine, Loop, cl_step
 from ..data.loader import TaskLoader
 from ..policies.base import param_groups
 from ..policies.ema import EMA
+from ..run.config import device_of
 from .config import RunConfig
 from .zero import make_zero
 
@@ -62,7 +63,7 @@ def make_accelerator(
     # one run after another, in other precisions
     if int(os.environ.get("WORLD_SIZE", 1)) == 1: AcceleratorState._reset_state(True)
     wait = InitProcessGroupKwargs(timeout=timedelta(minutes=cfg.timeout))
-    return Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision=cfg.precision,
+    return Accelerator(cpu=device_of(cfg.device) == "cpu", mixed_precision=cfg.precision,
                        kwargs_handlers=[wait])
 
 def make_engine(
@@ -89,7 +90,8 @@ class Trainer:
         acc=None       # from `make_accelerator`; made here if None
     ):
         self.cfg,self.stream,self.data,self.policy,self.algo = cfg,stream,data,policy,algo
-        self.log,self.progress = log or (lambda **r: None),progress or (lambda **e: None)
+        self.log = log or (lambda **record: None)
+        self.progress = progress or (lambda **event: None)
         self.acc = acc or make_accelerator(cfg)
         self.rank,self.world = self.acc.process_index,self.acc.num_processes
         self.noise = torch_rng(cfg.seed, "train", "noise")
@@ -161,7 +163,7 @@ def begin(self:Trainer,
     "Make loader, context and average of a stage."
     loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
     ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
-                    task_id=name, t=t)
+                    task_id=name, t=t, n_steps=self.n_steps)
     self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
     self.ema = EMA(self.policy, self.cfg.ema) if self.cfg.ema else None
 
@@ -179,6 +181,7 @@ def fit(self:Trainer,
         self.begin(t, task_ids, name)
         call_hook(algo, "on_task_start", self.ctx)
     ctx,first,t0 = self.ctx,self.ctx.step,time.monotonic()
+    ctx.n_steps = n_steps
     self.policy.train()
     while ctx.step < n_steps:
         if self.between: self.between()

@@ -5,16 +5,19 @@
 # %% auto #0
 __all__ = ['gym', 'door_task', 'Gym']
 
-# %% ../../../nbs/envs/gym/03_kind.ipynb #794b074f
+# %% ../../../nbs/envs/gym/03_kind.ipynb #7a040f05
+import hashlib
+from ...core.files import json_text
 from ...data.streams import Stream, Task
 from .env import GymEnv
 from ..kind import Kind
 
-# %% ../../../nbs/envs/gym/03_kind.ipynb #3da1dde6
+# %% ../../../nbs/envs/gym/03_kind.ipynb #bc15b3d8
 def door_task(color:str)->Task:
     "Go to the door of one colour."
-    env = dict(kind="gym", name="clvla.envs.gym.doors:Door-v0", max_steps=40, make=dict(color=color, tile_size=8, highlight=False),
-               state=["direction"], success="terminated_with_reward", expert="clvla.envs.gym.doors:plan")
+    env = dict(kind="gym", name="clvla.envs.gym.doors:Door-v0", max_steps=40,
+               make=dict(color=color, tile_size=8, highlight=False), state=["direction"],
+               success="terminated_with_reward", expert="clvla.envs.gym.doors:plan")
     return Task(f"{color}-door", env["name"], f"go to the {color} door", env, dict(kind="demos"))
 
 class Gym(Kind):
@@ -22,8 +25,14 @@ class Gym(Kind):
     label,extra,modules,packages = "Gymnasium","gym",("gymnasium",),("gymnasium", "minigrid")
     env = GymEnv
     entries = dict(make=dict, picture=str, state=(str, list, tuple), success=str, expert=str)
-    defaults = dict(head="discrete", chunk=2, n_demos=200, steps_per_task=500, image_size=48, action_norm="identity")
+    defaults = dict(head="discrete", chunk=1, n_demos=200, steps_per_task=600, lr=4e-4, image_size=48,
+                    action_norm="identity")
     recipe = dict(noise=0., tail=0, fps=10)   # an action too many would end the episode
+
+    def folder(self, spec:dict)->str:
+        "A hash of what the spec says of the simulator: each variant has demonstrations of its own."
+        said = {k: v for k,v in spec.items() if k not in ("kind", "task_id", "prompt", "cameras")}
+        return f"{super().folder(spec)}-{hashlib.sha256(json_text(said).encode()).hexdigest()[:8]}"
 
     def streams(self)->dict:
         return dict(minigrid_3=Stream("minigrid_3", [door_task(color) for color in ("red", "green", "blue")]))

@@ -63,21 +63,26 @@ def _lay_out(p:Path, new:Path):
         if p.is_dir(): (new/top).symlink_to(there[top])
         else: there[top].rename(new/top)
         files = check_whole(new/top) if top != TOPS[2] else [f.relative_to(new/top) for f in (new/top).rglob("*.msh")]
-        hashes[top] = {str(f): sha256(new/top/f) for f in sorted(files)}; prints[top] = fingerprints(hashes[top])
+        hashes[top] = {str(f): sha256(new/top/f) for f in sorted(files)}
+        prints[top] = fingerprints(hashes[top])
     hashes["init_states"],prints["init_states"] = _states(there.get("init_states"), new/"init_states")
     shutil.rmtree(new/"unpacked", ignore_errors=True)
-    hashes = {f"{t}/{f}": h for t,d in hashes.items() for f,h in d.items()}; stats = {f: (new/f).stat() for f in hashes}
+    hashes = {f"{t}/{f}": h for t,d in hashes.items() for f,h in d.items()}
+    stats = {f: (new/f).stat() for f in hashes}
     files = {f: [stats[f].st_size, stats[f].st_mtime_ns, h] for f,h in hashes.items()}
     write_json(new/INDEX, dict(format=FORMAT, source=str(p), fingerprints=prints, files=files))
 
 def _states(given, folder:Path):
     "Write all initial states as npz; hashes and fingerprints."
-    prints = {}; folder.mkdir()
+    prints = {}
+    folder.mkdir()
     for s in SUITES:
-        arrays = suite_states(s, given); prints[s] = states_fingerprint(arrays)
+        arrays = suite_states(s, given)
+        prints[s] = states_fingerprint(arrays)
         np.savez_compressed(folder/f"{s}.npz", **arrays)
     return {f.name: sha256(f) for f in sorted(folder.iterdir())},prints
 
+# %% ../../../nbs/envs/libero/03_assets.ipynb #d49d6b1b
 @functools.lru_cache
 def _index(file, mtime):
     try: return read_json(file)
@@ -103,7 +108,9 @@ def damaged(
     out = []
     for f,(size,mtime,expected) in index(root)["files"].items():
         try: s = os.stat(f"{root}/{f}")
-        except OSError as e: out.append(f"{root}/{f} is missing ({system_message(e)}), expected sha256 {expected}"); continue
+        except OSError as e:
+            out.append(f"{root}/{f} is missing ({system_message(e)}), expected sha256 {expected}")
+            continue
         if s.st_size == size and s.st_mtime_ns == mtime and not deep: continue
         found = sha256(root/f)
         if found != expected: out.append(f"{root}/{f} has changed: its sha256 is {found}, expected {expected}")
@@ -114,7 +121,8 @@ def _some(bad): return bad[0]+f", and {len(bad)-1} more files"*(len(bad) > 1)+f"
 # %% ../../../nbs/envs/libero/03_assets.ipynb #5cb62ab7
 def pointer(source:Path)->Path:
     "The file that says where a source was prepared; an archive of another size or time of change has another."
-    s = source.stat(); tail = [] if source.is_dir() else [s.st_size, s.st_mtime_ns]
+    s = source.stat()
+    tail = [] if source.is_dir() else [s.st_size, s.st_mtime_ns]
     return home()/f"from-{digest([source, *tail])}.json"
 
 def pointed(file:Path)->Path|None:
@@ -138,7 +146,9 @@ def lay_out(
         root = pointed(pointer(p)) or home()/f"assets-{digest([p]) if p.is_dir() else sha256(p)[:12]}"
         for d in home().glob(".new-*"): shutil.rmtree(d, ignore_errors=True)   # of a preparation that was killed
         if not index(root) or damaged(root, deep=True):
-            say(f"preparing {p.name}"); new = home()/f".new-{os.getpid()}"; new.mkdir()
+            say(f"preparing {p.name}")
+            new = home()/f".new-{os.getpid()}"
+            new.mkdir()
             try:
                 _lay_out(p, new)
                 if root.exists(): shutil.rmtree(root)
@@ -157,7 +167,8 @@ def prepared(
     if (root := pointed(file)) or not file.is_file(): return root
     source = _noted(Path(read_json(file)["root"])).get("source")
     if not source or not Path(source).exists(): return None
-    root = lay_out(Path(source), say); write_json(file, dict(root=str(root)))
+    root = lay_out(Path(source), say)
+    write_json(file, dict(root=str(root)))
     return root
 
 # %% ../../../nbs/envs/libero/03_assets.ipynb #0f987e7e
@@ -185,7 +196,8 @@ def describe(
     "Of which version the assets are."
     prints,out = index(root)["fingerprints"],{}
     for top,known in KNOWN.items():
-        p = prints.get(top, {}); other = [k for k,v in known.items() if p.get(k) != v]
+        p = prints.get(top, {})
+        other = [k for k,v in known.items() if p.get(k) != v]
         what = "starts" if top == "init_states" else "pictures"
         out[top] = "the known version"
         if other: out[top] = f"not {out[top]}, {what} differ from its own: {', '.join(other)}"
@@ -246,8 +258,9 @@ _checked,_find = set(),functools.cache(ctypes.util.find_library)   # folders com
 
 def write_config(root:Path)->Path:
     "LIBERO's `config.yaml` for this installation, written if it is not there; the folder it is in."
-    lib = package(); paths = dict(benchmark_root=lib, bddl_files=lib/"bddl_files", init_states=lib/"init_files",
-                                  datasets=home()/"datasets", assets=root/"full")
+    lib = package()
+    paths = dict(benchmark_root=lib, bddl_files=lib/"bddl_files", init_states=lib/"init_files",
+                 datasets=home()/"datasets", assets=root/"full")
     text = "".join(f"{k}: {json.dumps(str(v))}\n" for k,v in paths.items())   # JSON's strings are YAML's
     file = home()/f"config-{digest([text])}"/"config.yaml"
     if not (file.is_file() and file.read_text() == text): write_atomic(file, lambda f: Path(f).write_text(text))
@@ -262,10 +275,14 @@ def bootstrap(
     if gl not in GL_LIBS:
         raise ImportError(f"LIBERO's simulator draws with osmesa or egl, and MUJOCO_GL={gl}: export MUJOCO_GL=osmesa")
     os.environ["PYOPENGL_PLATFORM"] = gl
-    check_versions(); root = libero_root(root); top = tree(root, which)
+    check_versions()
+    root = libero_root(root)
+    top = tree(root, which)
     bad = damaged(root) if root not in _checked else []
     if bad: raise ValueError(_some(bad))
-    _checked.add(root); config = write_config(root); os.environ["LIBERO_CONFIG_PATH"] = str(config)
+    _checked.add(root)
+    config = write_config(root)
+    os.environ["LIBERO_CONFIG_PATH"] = str(config)
     logging.getLogger("robosuite_logs").setLevel("ERROR")   # three lines about a file of macros
     import libero.libero as module
     module.config_file,module._assets_path_cache = str(config/"config.yaml"),str(root/top)
@@ -290,7 +307,8 @@ def draw(
     "Draw the first frame of one task."
     from PIL import Image
     env = make_env(dict(kind="libero", suite=TASK[0], name=TASK[1]), image_size=256)
-    picture = env.reset(0)[IMAGE]; env.close()
+    picture = env.reset(0)[IMAGE]
+    env.close()
     if picture.std() < 5: raise ValueError(f"the picture is empty: all its pixels are near {picture.mean():.0f}")
     Image.fromarray(picture).save(file)
 
@@ -311,7 +329,9 @@ def try_draw(
     try: out,_ = p.communicate(timeout=limit)
     except subprocess.TimeoutExpired: return f"it did not end within {limit:g} seconds"
     finally:
-        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL); p.communicate()
+        if p.poll() is None:
+            os.killpg(p.pid, signal.SIGKILL)
+            p.communicate()
     if p.returncode < 0: return f"its process died of {signal.Signals(-p.returncode).name}"
     return "" if p.returncode == 0 and file.is_file() else (out.strip().splitlines() or ["it said nothing"])[-1]
 
@@ -326,7 +346,8 @@ def check_drawing(
     gl,file = use_gl(_find),home()/"frame.png"
     why = tried(gl, file, root, limit)
     if not why: return say(f"one frame of {'/'.join(TASK)} with MUJOCO_GL={gl}: {file}")
-    other = next(k for k in GL_LIBS if k != gl); then = tried(other, file, root, limit)
+    other = next(k for k in GL_LIBS if k != gl)
+    then = tried(other, file, root, limit)
     if not then: raise RuntimeError(f"MUJOCO_GL={gl} does not draw: {why}. The other does: export MUJOCO_GL={other}")
     raise RuntimeError(f"no frame can be drawn. With MUJOCO_GL={gl}: {why}. With MUJOCO_GL={other}: {then}. "
                        "Install the libraries and try again: apt-get install libosmesa6 libegl1 libgl1-mesa-dri libgl1 "
@@ -346,7 +367,8 @@ def main(
         root = prepare(a.source)
         if not a.no_picture: check_drawing(root)
     except (ImportError, OSError, ValueError, RuntimeError) as e:
-        print(f"clvla-libero: {e}", file=sys.stderr); return 1
+        print(f"clvla-libero: {e}", file=sys.stderr)
+        return 1
     print("all is well: papermill nbs/run_cl.ipynb runs/five.ipynb -p suite libero_five")
     return 0
 

@@ -43,7 +43,8 @@ def opened(tree:Path, xml:str)->list:
     for e in root.iter():
         file,key = e.get("file"),(e.tag, e.get("name"))
         if not file or key[1] and key in seen: continue
-        seen.add(key); path = os.path.normpath(os.path.join(os.path.dirname(xml), file))
+        seen.add(key)
+        path = os.path.normpath(os.path.join(os.path.dirname(xml), file))
         if path.startswith(("..", "/")):
             raise ValueError(f"{tree/xml} names a file outside the assets: {file!r}; {HELP}")
         out.append(path)
@@ -94,7 +95,8 @@ def unpack(
     to:Path       # a folder, made here
 )->Path:          # `to`
     "Unpack an archive; ValueError for one that is damaged or would do more than lay plain files into `to`."
-    to.mkdir(parents=True); total = 0
+    to.mkdir(parents=True)
+    total = 0
     try:
         for n,(name,size,plain,extract) in enumerate(_members(archive), 1):
             total += size

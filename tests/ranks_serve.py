@@ -1,0 +1,26 @@
+"""Ranks that train several runs one after another: `python -m torch.distributed.run ... ranks_serve.py CONFIGS.json`.
+
+Starting a launcher, two interpreters, torch and DeepSpeed takes longer than a small run. The runs of a list share them here;
+each of them is a call of `train_cl` in every rank, as in a run of its own. A run that fails ends the list.
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from clvla.train.config import RunConfig
+from clvla.train.learner import train_cl
+
+
+def main(path):
+    leave = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = torch.distributed.barrier   # the next run uses the same processes
+    for settings in json.loads(Path(path).read_text()): train_cl(RunConfig(**settings), say=len)
+    leave()
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed keeps gloo's threads alive, and on a busy machine they abort an interpreter that ends
+
+
+if __name__ == "__main__": main(sys.argv[1])

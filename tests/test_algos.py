@@ -1,0 +1,424 @@
+"A-GEM, DER++, LwF, PackNet and task adapters: limit cases bit for bit, penalties of equal networks, weights that nothing may move, exact resume."
+from copy import deepcopy
+import pytest, torch
+from clvla.core.batch import rng_state, set_rng_state, take, torch_rng
+from clvla.core.names import ACTION, IMAGE, N_ACTIONS, PAD, PROMPT, STATE
+from clvla.core.state import load_state, read_tensors, save_state
+from clvla.cl.agem import AGEM, dot, project
+from clvla.cl.all import algos, make_algo
+from clvla.cl.base import CLContext, Compose, Process, call_hook, flat, prepare_stages
+from clvla.cl.derpp import DERpp, output_error
+from clvla.cl.engine import cl_step
+from clvla.cl.er import ER
+from clvla.cl.lwf import LwF, weights_of
+from clvla.cl.packnet import PackNet, largest, matrices
+from clvla.cl.quick import QuickLoader, quick_engine, quick_loop, quick_losses, quick_prepare, quick_run, quick_stream
+from clvla.cl.sequential import Sequential
+from clvla.cl.task_lora import Adapted, TaskLoRA, add_adapters
+from clvla.policies.all import make_policy
+from clvla.policies.ema import EMA
+
+torch.set_num_threads(1)
+STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
+FIVE = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, packnet={}, task_lora=dict(rank=4))
+
+
+def start(algo, loop, t, steps):
+    "What comes before the first update of a task."
+    ctx = loop.ctx
+    ctx.t,ctx.task_id,ctx.step,ctx.n_steps = t,ctx.stream.ids[t],0,steps
+    quick_prepare(algo, loop)
+    ctx.loader = QuickLoader(ctx.data, [ctx.task_id], ctx.seed, f"stage {t}")
+
+def run(algo, loop, t, steps=12, ema=0., look=None):
+    "One task as the trainer runs it, with an average of the weights where `ema` is not 0."
+    start(algo, loop, t, steps)
+    average = EMA(loop.ctx.policy, ema) if ema else None
+    call_hook(algo, "on_task_start", loop.ctx)
+    for _ in range(steps):
+        cl_step(algo, loop, 32)
+        if average: average.update(loop.ctx.policy)
+        if look: look(loop)
+    if average: average.copy_to(loop.ctx.policy)
+    call_hook(algo, "on_task_end", loop.ctx)
+
+def weights(policy): return {n: x.detach().clone() for n,x in policy.state_dict().items()}
+
+def same(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# --- limit cases
+class Agreeing(AGEM):
+    "A reference that never disagrees: the gradient of the current batch."
+    def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
+
+@pytest.mark.parametrize("head", ["mse", "flow"])
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: LwF(0.), lambda: LwF(0., "current"), Agreeing,
+                                  lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
+def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
+    assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
+
+@pytest.mark.parametrize("head", ["mse", "flow"])
+def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
+    plain = quick_run(Sequential(), ONE, head, steps=12)
+    for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
+
+@pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, PackNet, lambda: TaskLoRA(4)])
+def test_away_from_the_limit_something_changes(make):
+    assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
+
+def test_a_gem_never_projects_where_gradients_agree():
+    agreeing = Agreeing()
+    quick_run(agreeing, STREAM, steps=5)
+    assert (agreeing.n_steps, agreeing.n_vetoed) == (10, 0)
+    g = torch_rng(0, "project")
+    for _ in range(50):
+        a,b = ([torch.randn(3, 2, generator=g), torch.randn(4, generator=g)] for _ in range(2))
+        p = project(a, b)
+        assert (p is a) == (dot(a, b) >= 0) and dot(p, b) >= -1e-5
+        if p is not a: assert abs(dot(p, p) + dot(a, b)**2/dot(b, b) - dot(a, a)) < 1e-4   # Pythagoras: the closest one
+
+
+# --- outputs and teachers
+def test_output_error_by_hand_with_padding_and_missing_actions():
+    pad = torch.tensor([[False, True]])
+    v = torch.zeros(1, 3, 2, 1)
+    v[:, :, 0], v[:, :, 1] = 2., 9.
+    assert output_error(v, torch.zeros_like(v), pad).tolist() == [4.]
+    z = torch.tensor([[[1., -torch.inf], [0., 0.]]], requires_grad=True)
+    error = output_error(z, torch.tensor([[[3., -torch.inf], [5., 5.]]]), pad)
+    error.sum().backward()
+    assert error.tolist() == [2.] and z.grad.isfinite().all()   # the mean over two logits, one of them equal
+
+def tiny(head, seed=0):
+    return make_policy("tiny", 48, 4, 1 if head == "discrete" else 4, H=4, head=head, seed=seed, D=32, n_blocks=1,
+                       **(dict(n_actions=5) if head == "discrete" else {}))
+
+def robot_batch(head, B=6):
+    g = torch_rng(0, "batch")
+    action = torch.randint(3, (B, 4, 1), generator=g).float() if head == "discrete" else torch.randn(B, 4, 4, generator=g)
+    pad = torch.zeros(B, 4, dtype=torch.bool)
+    pad[0, 2:] = True
+    batch = {IMAGE: torch.randint(256, (B, 3, 48, 48), generator=g, dtype=torch.uint8), STATE: torch.randn(B, 4, generator=g),
+             ACTION: action, PAD: pad, PROMPT: ["press a button", "close the drawer"]*(B//2), "index": torch.arange(B)}
+    return batch | ({N_ACTIONS: torch.tensor([3, 5]*(B//2))} if head == "discrete" else {})
+
+class Frames:
+    "One batch as a task."
+    def __init__(self, batch): self.batch = batch
+    def n_frames(self, task_id): return len(self.batch[PROMPT])
+    def fetch(self, task_id, idx): return take(self.batch, idx)
+    def fetch_refs(self, refs): return take(self.batch, [frame for _,frame in refs])
+
+def trained_on(algo, policy, head):
+    "A context after a forward on the batch, and the algorithm after that task."
+    ctx = CLContext(policy=policy, data=Frames(robot_batch(head)), task_id="a", batch_size=6)
+    ctx.batch = ctx.task_batch = ctx.data.batch
+    algo.observe(ctx.batch, ctx)
+    algo.on_task_end(ctx)
+    ctx.noise,ctx.time = policy.draw(6, torch_rng(1, "noise"))
+    ctx.loss,ctx.out = policy(ctx.batch, noise=ctx.noise, time=ctx.time)
+    return ctx
+
+@pytest.mark.parametrize("head", ["flow", "l1", "discrete"])
+@pytest.mark.parametrize("prompts", ["past", "current"])
+def test_lwf_penalty_is_zero_for_equal_networks(head, prompts):
+    policy,lwf = tiny(head),LwF(1., prompts)
+    ctx = trained_on(lwf, policy, head)
+    # attention without gradients is another kernel and rounds differently; without attention the zero is exact (below)
+    assert lwf.compute_penalty(ctx).item() < 1e-12 and policy.training
+    with torch.no_grad(): [p.add_(.01) for p in policy.parameters()]
+    ctx.loss,ctx.out = policy(ctx.batch, noise=ctx.noise, time=ctx.time)
+    penalty = lwf.compute_penalty(ctx)
+    penalty.backward()
+    assert penalty.item() > 0 and all(p.grad is None or p.grad.isfinite().all() for p in policy.parameters())
+
+@pytest.mark.parametrize("head", ["flow", "mse"])
+@pytest.mark.parametrize("prompts", ["past", "current"])
+def test_lwf_penalty_is_exactly_zero_at_the_first_update(head, prompts):
+    lwf,loop = LwF(1., prompts),quick_loop(STREAM, head)
+    run(lwf, loop, 0)
+    run(lwf, loop, 1, 1)
+    assert float(lwf.last) == 0. and loop.ctx.penalty.item() == 0.
+    run(lwf, loop, 2, 2)
+    assert float(lwf.last) > 0
+
+def test_lwf_sees_the_noise_of_the_training_forward():
+    policy,lwf = tiny("flow"),LwF(1., "current")
+    ctx = trained_on(lwf, policy, "flow")
+    ctx.noise,ctx.time = policy.draw(6, torch_rng(2, "noise"))
+    assert lwf.compute_penalty(ctx).item() > 1e-4
+
+def test_lwf_asks_with_past_instructions_in_turn():
+    lwf = LwF()
+    lwf.past = dict(a="press", b="close")
+    ctx = CLContext(policy=tiny("l1"))
+    ctx.batch,ctx.step = {PROMPT: ["open"]*3},1
+    assert lwf.asked(ctx)[PROMPT] == ["close", "press", "close"]
+
+@pytest.mark.parametrize("head", ["flow", "l1", "discrete"])
+def test_derpp_first_term_is_zero_for_the_policy_that_stored(head):
+    policy,derpp = tiny(head),DERpp(None, alpha=1., beta=0.)
+    ctx = trained_on(derpp, policy, head)
+    assert derpp.compute_penalty(ctx).item() < 1e-10
+    with torch.no_grad(): [p.add_(.01) for p in policy.parameters()]
+    moved = derpp.compute_penalty(ctx).item()
+    assert moved > 1e-6
+    if head == "flow":
+        with torch.no_grad(): [p.sub_(.01) for p in policy.parameters()]
+        derpp.stored["a"]["noise"] = derpp.stored["a"]["noise"].flip(0)
+        assert derpp.compute_penalty(ctx).item() > 1e-4
+
+def test_derpp_second_term_is_the_loss_on_the_memory():
+    policy,derpp = tiny("l1"),DERpp(None, alpha=0., beta=1., n_mem=6)
+    ctx = trained_on(derpp, policy, "l1")
+    assert abs(derpp.compute_penalty(ctx).item() - policy(ctx.data.batch)[0].item()) < 1e-6
+
+class Rank(Process):
+    "One of several processes, as far as dealing goes."
+    def __init__(self, rank, world): self.rank,self.world = rank,world
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_derpp_over_processes_is_the_penalty_of_one(world):
+    def penalty(rank, world):
+        derpp,loop = DERpp(50, seed=3),quick_loop(STREAM, "flow")
+        run(derpp, loop, 0, 3)
+        loop.ctx.bind(Rank(rank, world))
+        gs = torch.autograd.grad(derpp.compute_penalty(loop.ctx), list(loop.ctx.params().values()))
+        return flat(gs)
+    mean = torch.stack([penalty(r, world) for r in range(world)]).mean(0)
+    assert torch.allclose(mean, penalty(0, 1), atol=1e-6)
+
+def test_outputs_stay_beside_their_samples_when_the_memory_shrinks():
+    derpp,loop = DERpp(None, total_size=60),quick_loop(STREAM, "flow")
+    for t in range(3): run(derpp, loop, t, 2)
+    assert [len(derpp.stored[i]["pred"]) for i in STREAM.ids] == [len(derpp.buf.frames[i]) for i in STREAM.ids] == [20]*3
+
+
+# --- PackNet
+def test_largest_takes_free_weights_only_and_exactly_its_share():
+    g = torch_rng(0, "largest")
+    w,free = torch.randn(7, 9, generator=g),torch.rand(7, 9, generator=g) < .7
+    kept = largest(w, free, .4)
+    assert not (kept & ~free).any() and int(kept.sum()) == round(.4*int(free.sum()))
+    assert w[kept].abs().min() >= w[free & ~kept].abs().max()
+
+@pytest.mark.parametrize("ema", [0., .9])
+@pytest.mark.parametrize("share", [None, .5])
+def test_weights_of_a_task_never_move_again(share, ema):
+    packnet,loop = PackNet(share),quick_loop(STREAM)
+    for g in loop.engine.raw.param_groups: g["weight_decay"] = .5
+    kept,rows = {},[]
+    for t in range(3):
+        def look(loop):
+            for k,values in kept.items():
+                for n,w in values.items(): assert torch.equal(dict(loop.ctx.policy.named_parameters())[n][packnet.owner[n] == k], w)
+            for n,p in matrices(loop.ctx.policy).items():
+                moments = loop.engine.moments(p)
+                frozen = (packnet.owner[n] > 0) & (packnet.owner[n] <= t)
+                assert not moments["exp_avg"][frozen].any() and not moments["exp_avg_sq"][frozen].any()
+        run(packnet, loop, t, 12, ema, look)
+        rows.append(quick_losses(loop, packnet))
+        params = dict(loop.ctx.policy.named_parameters())
+        kept[t+1] = {n: params[n][owner == t+1].detach().clone() for n,owner in packnet.owner.items()}
+        assert all(not params[n][owner == 0].any() for n,owner in packnet.owner.items())
+    assert rows[1][0] == rows[0][0] == rows[2][0] and rows[1][1] == rows[2][1]
+
+def test_what_is_no_matrix_is_frozen_after_the_first_task_and_leaves_the_optimizer():
+    packnet,loop = PackNet(),quick_loop(STREAM)
+    run(packnet, loop, 0)
+    before = weights(loop.ctx.policy)
+    run(packnet, loop, 1)
+    biases = [n for n in before if n.endswith("bias")]
+    after = weights(loop.ctx.policy)
+    assert biases and all(torch.equal(before[n], after[n]) for n in biases) and not set(biases) & set(loop.ctx.params())
+    optimised = {id(p) for g in loop.engine.raw.param_groups for p in g["params"]}
+    assert optimised == {id(p) for p in loop.ctx.params().values()}
+
+def test_shares_are_equal_and_a_full_network_is_refused():
+    packnet,loop = PackNet(),quick_loop(STREAM)
+    for t in range(3): run(packnet, loop, t, 6)
+    for owner in packnet.owner.values():
+        counts = [int((owner == k).sum()) for k in range(4)]
+        assert counts[0] == 0 and max(counts[1:])-min(counts[1:]) <= 2
+    assert packnet.metrics()["free"] == 0
+    with pytest.raises(ValueError, match="'task1' finds no free weight"): quick_run(PackNet(1.), STREAM, steps=2)
+
+@pytest.mark.parametrize("make", [PackNet, lambda: TaskLoRA(4)])
+def test_an_evaluation_leaves_the_policy_as_it_was_also_after_an_error(make):
+    algo,loop = make(),quick_loop(STREAM)
+    for t in range(2): run(algo, loop, t, 6)
+    before = weights(loop.ctx.policy)
+    for i in STREAM.ids:
+        with pytest.raises(ZeroDivisionError):
+            with algo.eval_policy(loop.ctx.policy, i): 1/0
+        assert same(before, weights(loop.ctx.policy))
+    keys = [algo.eval_key(i) for i in STREAM.ids]
+    assert keys in ([1, 2, None], ["trunk", "live", "trunk"])   # the trunk is the first task's, and a new task's
+
+def test_a_task_in_the_middle_is_played_as_it_stands():
+    packnet,loop = PackNet(),quick_loop(STREAM)
+    run(packnet, loop, 0, 6)
+    start(packnet, loop, 1, 6)
+    call_hook(packnet, "on_task_start", loop.ctx)
+    assert packnet.eval_key("task1") is None and packnet.eval_key("task0") == 1
+    for _ in range(5): cl_step(packnet, loop, 32)
+    assert packnet.pruned and packnet.eval_key("task1") == 2
+
+
+# --- adapters
+@pytest.mark.parametrize("head", ["flow", "l1"])
+def test_one_task_is_training_with_peft_adapters_bit_for_bit(head):
+    pytest.importorskip("peft")
+    from clvla.policies.lora import add_lora
+    def losses(adapt):
+        policy,batch = tiny(head),robot_batch(head)
+        adapt(policy)
+        engine = quick_engine(policy)
+        ps = {n: p for n,p in policy.named_parameters() if p.requires_grad}
+        out = []
+        for k in range(4):
+            noise,time = policy.draw(6, torch_rng(0, "step"))
+            loss = policy(batch, noise=noise, time=time)[0]
+            loss.backward()
+            engine.clip(ps)
+            engine.step()
+            engine.zero()
+            out.append(loss.item())
+        return out
+    peft = losses(lambda p: add_lora(p, 4, 16., True, 5))
+    own = losses(lambda p: TaskLoRA(4, trunk="pretrained", seed=5).prepare(p, 0, ONE))
+    assert own == peft and own[3] < own[0]
+
+def test_trunk_and_earlier_sets_never_move():
+    algo,loop,rows,sets = TaskLoRA(4),quick_loop(STREAM),[],{}
+    for t in range(3):
+        run(algo, loop, t, 12, .9)
+        rows.append(quick_losses(loop, algo))
+        if t == 0: trunk = weights(loop.ctx.policy)
+        for i,values in sets.items(): assert same(values, algo.sets[i])
+        sets = deepcopy(algo.sets)
+    now = weights(loop.ctx.policy)
+    assert all(torch.equal(v, now[n.replace("weight", "base.weight").replace("bias", "base.bias")]) for n,v in trunk.items())
+    assert rows[2][0] == rows[1][0] == rows[0][0] and rows[2][1] == rows[1][1] and list(sets) == ["task1", "task2"]
+    trained = sum(p.numel() for p in loop.ctx.params().values())
+    assert all(sum(x.numel() for x in s.values()) == trained for s in sets.values())
+
+def test_only_the_trunk_needs_no_set_and_each_task_begins_at_the_trunk():
+    algo,loop = TaskLoRA(4, trunk="pretrained"),quick_loop(STREAM)
+    run(algo, loop, 0)
+    assert list(algo.sets) == ["task0"]
+    start(algo, loop, 1, 5)
+    assert all(torch.equal(p, algo.start[n]) for n,p in loop.ctx.params().items())
+    with pytest.raises(ValueError, match="adapters already"): add_adapters(loop.ctx.policy, 4, 16.)
+    assert sum(isinstance(m, Adapted) for m in loop.ctx.policy.modules()) == 3
+
+
+# --- state
+@pytest.mark.parametrize("head", ["mse", "flow"])
+@pytest.mark.parametrize("name", FIVE)
+def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
+    def finish(algo, loop, steps):
+        for _ in range(steps): cl_step(algo, loop, 32)
+        call_hook(algo, "on_task_end", loop.ctx)
+        run(algo, loop, 2)
+        return weights(loop.ctx.policy),quick_losses(loop, algo),flat([torch.as_tensor(x, dtype=torch.float64) for x in algo.metrics().values()])
+
+    def before(algo, loop):
+        run(algo, loop, 0)
+        start(algo, loop, 1, 12)
+        call_hook(algo, "on_task_start", loop.ctx)
+        for _ in range(9): cl_step(algo, loop, 32)
+
+    algo,loop = make_algo(name, 3, **FIVE[name]),quick_loop(STREAM, head)
+    before(algo, loop)
+    ctx = loop.ctx
+    save_state(tmp_path/"s", dict(policy=weights(ctx.policy), opt=loop.engine.state_dict(ctx.params()), algo=algo.state_dict(),
+                                  noise=rng_state(loop.generator), loader=ctx.loader.state_dict()))
+    expected = finish(algo, loop, 3)
+
+    state = load_state(tmp_path/"s")
+    algo,loop = make_algo(name, 3, **FIVE[name]),quick_loop(STREAM, head)
+    ctx = loop.ctx
+    prepare_stages(algo, ctx.policy, 1, STREAM)
+    ctx.policy.load_state_dict(state["policy"])
+    algo.load_state_dict(state["algo"])
+    loop.engine = quick_engine(ctx.policy)
+    loop.engine.load_state_dict(ctx.params(), state["opt"])
+    ctx.bind(loop.engine)
+    set_rng_state(loop.generator, state["noise"])
+    ctx.t,ctx.task_id,ctx.step,ctx.n_steps = 1,"task1",9,12
+    ctx.loader = QuickLoader(ctx.data, ["task1"], ctx.seed, "stage 1")
+    ctx.loader.load_state_dict(state["loader"])
+    w,losses,metrics = finish(algo, loop, 3)
+    assert same(w, expected[0]) and (losses == expected[1]).all() and torch.equal(metrics, expected[2])
+
+@pytest.mark.parametrize("name", ["packnet", "task_lora"])
+def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_path):
+    algo,loop = make_algo(name, **FIVE[name]),quick_loop(STREAM)
+    for t in range(2): run(algo, loop, t)
+    own = quick_losses(loop, algo)
+    save_state(tmp_path/"s", dict(policy=weights(loop.ctx.policy), algo=algo.state_dict()))
+    state,other,fresh = load_state(tmp_path/"s"),make_algo(name, **FIVE[name]),quick_loop(STREAM)
+    prepare_stages(other, fresh.ctx.policy, 1, STREAM)
+    fresh.ctx.policy.load_state_dict(state["policy"])
+    other.load_state_dict(state["algo"])
+    assert (quick_losses(fresh, other) == own).all()
+
+
+# --- doors
+@pytest.mark.parametrize("name,settings,message", [("agem", dict(n_ref=0), "n_ref"), ("derpp", dict(alpha=-1), "alpha"),
+    ("derpp", dict(n_mem=0), "n_mem"), ("lwf", dict(lam=float("inf")), "lam"), ("lwf", dict(prompts="all"), "prompts"),
+    ("packnet", dict(share=0), "share"), ("packnet", dict(retrain=2), "retrain"), ("task_lora", dict(rank=0), "rank"),
+    ("task_lora", dict(alpha=0), "alpha"), ("task_lora", dict(trunk="none"), "trunk")])
+def test_settings_that_cannot_work_are_named(name, settings, message):
+    with pytest.raises(ValueError, match=message): make_algo(name, **settings)
+
+@pytest.mark.parametrize("name", FIVE)
+def test_five_on_the_menu_forget_less_than_fine_tuning(name):
+    plain,algo = (quick_run(a, STREAM, steps=40) for a in (Sequential(), make_algo(name)))
+    assert algo[2, 0] < plain[2, 0] and name in algos
+
+@pytest.fixture(scope="module")
+def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
+
+@pytest.mark.parametrize("name", ["packnet", "task_lora"])
+def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
+    "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
+    from clvla.run.folder import RunFolder
+    from clvla.train.checkpoint_eval import EvalConfig, eval_cl
+    from clvla.train.config import RunConfig, resolve
+    from clvla.train.learner import train_cl
+    from clvla.train.trainer import Trainer
+    def config(run_dir): return resolve(RunConfig(algo=name, suite="dot_2", n_demos=3, steps_per_task=9, warmup=1, batch_size=8, n_trials=2, n_workers=1,
+        image_size=32, chunk=4, save_every=4, model_kw=dict(D=32, n_blocks=1), run_dir=str(tmp_path/run_dir), data_dir=str(dot_data)))
+    def episodes(folder): return {(r["stage"], r["task"], r["trial"]): (r["success"], r["steps"], r["reward"]) for r in folder.episodes()}
+    whole = train_cl(config("whole"), say=len)
+    own = episodes(RunFolder(whole.path))
+    assert len(own) == 6 and all(own[0, i, n] == own[1, i, n] for _,i,n in own if (0, i, n) in own)
+    real = Trainer.report
+    def lost(self, ctx, *args):
+        real(self, ctx, *args)
+        if (ctx.t, ctx.step) == (1, 6): raise RuntimeError("lost")
+    monkeypatch.setattr(Trainer, "report", lost)
+    with pytest.raises(RuntimeError, match="lost"): train_cl(config("stopped"), say=len)
+    monkeypatch.setattr(Trainer, "report", real)
+    said = []
+    stopped = train_cl(config("stopped"), say=said.append)
+    assert any("continued after 001+000004" in line for line in said) and episodes(RunFolder(stopped.path)) == own
+    last = [sorted((folder.path/"checkpoints").glob("001-*"))[-1]/"weights.safetensors" for folder in (whole, stopped)]
+    assert same(*(read_tensors(path)[0] for path in last))
+    again = episodes(RunFolder(eval_cl(EvalConfig(run_dir=str(whole.path), n_trials=2, n_workers=1), len).path))
+    assert again == own
+
+def test_the_trunk_rounds_alike_before_and_after_it_is_frozen():
+    algo,policy,batch = TaskLoRA(4),tiny("flow"),robot_batch("flow")
+    noise = torch.randn(6, 4, 4, generator=torch_rng(0, "chunk"))
+    def played():
+        with algo.eval_policy(policy, "a"): return policy.predict_chunk(batch, noise=noise)
+    algo.prepare(policy, 0, STREAM)
+    algo.live = "a"
+    first = played()
+    algo.prepare(policy, 1, STREAM)
+    algo.live = "b"
+    assert torch.equal(played(), first) and all(p.requires_grad for p in policy.head.parameters())
