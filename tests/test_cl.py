@@ -96,7 +96,7 @@ def test_only_the_samples_that_are_used_are_loaded():
 def test_ratio_outside_its_range(ratio):
     with pytest.raises(ValueError, match=r"replay_ratio must be a number in \[0,1\)"): ER(replay_ratio=ratio)
 
-@pytest.mark.parametrize("kw", [dict(buffer_size=0), dict(buffer_size=-3), dict(total_size=0), dict(sampling="balance"), dict(store="ref")])
+@pytest.mark.parametrize("kw", [dict(buffer_size=-3), dict(total_size=0), dict(sampling="balance"), dict(store="ref")])
 def test_bad_memory_settings(kw):
     with pytest.raises(ValueError): ER(**kw)
 
@@ -465,7 +465,7 @@ def test_springs_of_other_parameters_are_refused():
 @pytest.fixture(scope="module")
 def plain(): return quick_run(None, STREAM, steps=60)
 
-@pytest.mark.parametrize("name", [n for n in algos if n != "sequential"])
+@pytest.mark.parametrize("name", [n for n in algos if n not in ("sequential", "agem", "lwf")])  # those two: test_algos.py
 def test_forgets_less_than_fine_tuning(name, plain):
     kw = dict(n_batches=2) if name == "ewc" else {}
     R = quick_run(make_algo(name, 0, **kw), STREAM, steps=60)

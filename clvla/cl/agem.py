@@ -32,7 +32,7 @@ class AGEM(CLAlgorithm):
     "Averaged gradient episodic memory."
     zero3 = False
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; None: all
+        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
         n_ref:int=64,              # samples of one reference gradient
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         store:str="refs",          # "refs" or "values"
@@ -41,7 +41,7 @@ class AGEM(CLAlgorithm):
     ):
         check_count("n_ref", n_ref)
         self.n_ref,self.n_steps,self.n_vetoed = n_ref,0,0
-        self.buf = TaskBuffer(buffer_size, sampling, store, total_size, seed)
+        self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed)
         self.generator = torch_rng(seed, "agem noise")
 
     def reference(self, ctx)->list:

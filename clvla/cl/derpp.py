@@ -31,7 +31,7 @@ class DERpp(CLAlgorithm):
     "Dark experience replay with labels."
     zero3 = False
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; None: all
+        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
         alpha:float=.5,            # weight of the stored outputs
         beta:float=.5,             # weight of the demonstrated actions
         n_mem:int|None=None,       # remembered samples of one update; None: as many as in the batch
@@ -42,7 +42,7 @@ class DERpp(CLAlgorithm):
         for name,x in dict(alpha=alpha, beta=beta).items(): check_number(name, x, 0)
         if n_mem is not None: check_count("n_mem", n_mem)
         self.alpha,self.beta,self.n_mem,self.seed = alpha,beta,n_mem,seed
-        self.buf,self.stored = TaskBuffer(buffer_size, sampling, "refs", total_size, seed),{}
+        self.buf,self.stored = TaskBuffer(buffer_size or None, sampling, "refs", total_size, seed),{}
 
     def compute_penalty(self, ctx):
         if not len(self.buf): return None
