@@ -20,7 +20,8 @@ from clvla.core.files import os_error, system_message, write_json
 from clvla.core.state import load_state, save_state
 from clvla.eval.plots import Table, figure_html, metrics_table, page_html, plotly_script
 from clvla.run.checkpoint import load_checkpoint, remedy, save_checkpoint
-from clvla.run.folder import Cost, RunFolder, append_jsonl, read_jsonl
+from clvla.core.records import append_jsonl, read_jsonl
+from clvla.run.folder import Cost, RunFolder
 from clvla.run.launch import launch, sweep
 from clvla.run.report import finish
 from clvla.run.stop import exit_text, kill_cause, oom_kills

@@ -2,7 +2,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,7 @@ from libero_help import WHY
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if not any(s[0] in "._" for s in p.relative_to(ROOT).parts))
-CODE = """import sys; from pathlib import Path; from nbdev.test import test_nb; from nbdev.config import get_config
-c = get_config()
-ok, t = test_nb(Path(sys.argv[1]), skip_flags=c.tst_flags.split(), basepath=c.config_path)
-sys.exit(not ok)"""
+CODE = "import sys; sys.path.insert(0, sys.argv[1]); from page_server import serve; sys.path.pop(0); serve()"
 
 
 def meta(path):
@@ -32,19 +28,44 @@ def simulates_libero(path):
     return re.search(r'"from clvla\.envs\.libero(?!_states|_files)|CLVLA_LIBERO_ASSETS|make_env\(.*libero', text)
 
 
+@pytest.fixture(scope="module")
+def server():
+    "A process that has imported what nearly all pages import, and forks one for each page."
+    p = subprocess.Popen([sys.executable, "-c", CODE, str(ROOT/"tests")], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE)
+    yield p
+    p.stdin.close()
+    p.wait(60)
+
+
+def ask(server, page, log, limit):
+    "Exit code of a page (None when it took too long) and what it printed."
+    log.touch()
+    server.stdin.write(json.dumps(dict(page=str(page), log=str(log), limit=limit))+"\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the process that runs the pages has ended"
+    return json.loads(answer)["code"], log.read_text(errors="replace")
+
+
 @pytest.mark.parametrize("nb", LIBRARY, ids=lambda p: str(p.relative_to(ROOT/"nbs")))
-def test_notebook(nb):
+def test_notebook(nb, server, tmp_path):
     if simulates_libero(nb) and not os.environ.get("CLVLA_LIBERO_ASSETS"): pytest.skip(WHY)
     limit = meta(nb).get("timeout", 180)
-    p = subprocess.Popen([sys.executable, "-c", CODE, str(nb)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        out, _ = p.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(p.pid, signal.SIGKILL)
-        out, _ = p.communicate()
-        pytest.fail(f"time limit of {limit} s\n{out[-3000:]}", pytrace=False)
-    if p.returncode: pytest.fail(out[-6000:], pytrace=False)
+    code, out = ask(server, nb, tmp_path/"page.log", limit)
+    if code is None: pytest.fail(f"time limit of {limit} s\n{out[-3000:]}", pytrace=False)
+    if code: pytest.fail(out[-6000:], pytrace=False)
+
+
+@pytest.mark.parametrize("source, code, says", [("x = 1/0", 1, "ZeroDivisionError"), ("import time; time.sleep(60)", None, ""),
+                                                ("import os; os._exit(3)", 3, ""), ("import os; os.kill(os.getpid(), 9)", -9, ""),
+                                                ("import torch; torch.clvla = 1", 0, ""), ("import torch; assert not hasattr(torch, 'clvla')", 0, "")])
+def test_the_server_tells_how_a_page_ends(server, tmp_path, source, code, says):
+    "And one page's doings are not seen by the next."
+    cell = dict(cell_type="code", id="a", execution_count=None, metadata={}, outputs=[], source=source)
+    (tmp_path/"page.ipynb").write_text(json.dumps(dict(cells=[cell], metadata={}, nbformat=4, nbformat_minor=5)))
+    ended, out = ask(server, tmp_path/"page.ipynb", tmp_path/"page.log", 5)
+    assert ended == code and says in out
 
 
 @pytest.mark.parametrize("nb", ALL, ids=lambda p: str(p.relative_to(ROOT/"nbs")))

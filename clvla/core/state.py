@@ -81,8 +81,8 @@ def read_tensors(
     try:
         with safe_open(path, "pt") as f: return {k: f.get_tensor(k) for k in f.keys()},f.metadata() or {}
     except SafetensorError as e:
-        raise ValueError(f"{path} is damaged or no safetensors file ({header_error(path) or e}); put a whole copy in its "
-                         "place, or remove the checkpoint that it belongs to and go on from the one before") from e
+        raise ValueError(f"{path} is damaged or no safetensors file ({header_error(path) or e}); put a whole copy in "
+                         "its place, or remove the checkpoint that it belongs to and go on from the one before") from e
 
 def header_error(
     path # of a file that safetensors cannot read
@@ -100,7 +100,8 @@ def save_state(
     state:dict  # nested dicts, lists, tuples, tensors, arrays, numbers, strings, None
 )->Path:
     "Write a nested state as one safetensors file, atomically."
-    ts = {}; skeleton = _split(state, ts)
+    ts = {}
+    skeleton = _split(state, ts)
     return write_tensors(path, ts, {"skeleton": json.dumps(skeleton)})
 
 def load_state(path)->dict:

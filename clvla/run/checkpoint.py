@@ -111,7 +111,8 @@ def read_manifest(
     files = m.get("files")
     if set(m) != {"format", "files"} or not isinstance(files, dict) or not all(map(is_entry, files.values())):
         raise ValueError("manifest.json is JSON, but no manifest")
-    if manifest.read_bytes() != json_text(m).encode(): raise ValueError("manifest.json was changed after it was written")
+    if manifest.read_bytes() != json_text(m).encode():
+        raise ValueError("manifest.json was changed after it was written")
     if "state.safetensors" not in files: raise ValueError("manifest.json does not name state.safetensors")
     for file in files:
         if Path(file).is_absolute() or ".." in Path(file).parts:

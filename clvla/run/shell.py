@@ -19,7 +19,8 @@ from ..core.state import load_state, save_state
 from ..eval.metrics import record_key
 from .all import learners
 from .checkpoint import checkpoints, clean, latest_checkpoint, load_checkpoint, prune, save_checkpoint
-from .folder import Cost, RunFolder, append_jsonl, keep_records
+from ..core.records import append_jsonl, keep_records
+from .folder import Cost, RunFolder
 from .child import explain
 from .plugins import keep_plugins
 from .stop import StopFlag, Stopped

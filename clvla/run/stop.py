@@ -44,7 +44,7 @@ OOM_COUNTS = ("/sys/fs/cgroup/{group}/memory.events", "/sys/fs/cgroup/memory.eve
               "/proc/vmstat")                                                                    # the whole machine
 
 def oom_kills()->int|None:
-    "Processes that the system has killed for want of memory, in this container if that is counted; None if nobody counts."
+    "Processes that the system has killed for want of memory (in this container, if that is counted); None if unknown."
     try: lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError: return None
     groups = [line.split(":", 2)[1:] for line in lines]   # of 4:memory:/path (version 1) or 0::/path (version 2)

@@ -67,6 +67,7 @@ class Run:
             if event["phase"] != "started": self._event = event
             else: self._started,self._event = event,None
 
+# %% ../../nbs/run/12_watch.ipynb #d0120001
 def is_alive(
     started:dict # host, pid and module of a process that was started
 )->bool:

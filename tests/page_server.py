@@ -1,0 +1,57 @@
+"""Runs notebooks one after another, each in a process of its own that is forked from this one.
+
+Nearly every page imports torch, plotly and nbdev, 3 seconds of one core. This process imports them once, does nothing
+with them (no tensor, no CUDA, and no thread, which a fork would lose: pandas starts one, so pages import it themselves),
+and forks for each page; what a page does, no other page can see.
+A request is a line of JSON (page, log, limit in seconds), the answer is one too (code: the exit code, None after the limit).
+"""
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy  # noqa: F401
+import plotly.graph_objects  # noqa: F401
+import plotly.io  # noqa: F401
+import safetensors.torch  # noqa: F401
+import torch._dynamo  # noqa: F401
+from execnb.shell import CaptureShell  # noqa: F401
+from fastcore.test import test_eq  # noqa: F401
+from nbdev.config import get_config
+from nbdev.test import test_nb
+
+
+def run(page, log):
+    "Execute a page, with everything that it prints in a file; the exit code."
+    os.setsid()
+    for fd, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
+        opened = os.open(path, flags)
+        os.dup2(opened, fd)
+        os.close(opened)
+    os.dup2(1, 2)
+    c = get_config()
+    ok, _ = test_nb(Path(page), skip_flags=c.tst_flags.split(), basepath=c.config_path)
+    return int(not ok)
+
+
+def wait(pid, limit):
+    "Exit code of a page's process; None when it had to be killed, with all in its session."
+    until = time.monotonic()+limit
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done: return os.waitstatus_to_exitcode(status)
+        time.sleep(.02)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def serve():
+    assert threading.active_count() == 1 and len(list(Path("/proc/self/task").glob("*"))) < 2, "a fork would lose a thread"
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0: sys.exit(run(request["page"], request["log"]))
+        print(json.dumps(dict(code=wait(pid, request["limit"]))), flush=True)
