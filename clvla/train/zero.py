@@ -78,28 +78,44 @@ class ZeroEngine(Engine):
         groups = z.fp16_groups if self.stage == 3 else z.bit16_groups
         self.piece = {p: q for q,ps in zip(self.pieces, groups) for p in ps}
 
-    def forward(self, *args, **kw):
-        "The training forward."
-        with torch.autocast(self.ds.device.type, enabled=False): return self.ds(*args, **kw)
-    def micro(self, last:bool):
-        self.ds.set_gradient_accumulation_boundary(last)
-        return nullcontext()
-    def backward(self, loss, last:bool=True):
-        self.ds.set_gradient_accumulation_boundary(last)
-        self.pending = True
-        self.ds.backward(loss)
-    def complete(self): pass
-    def step(self):
-        self.ds.step()
-        self.pending = False
-        if not self.linked: self.link()
-    def link(self):
-        "Show DeepSpeed the moments of all groups; by itself it looks once, when only the first group has some."
-        if not all(self.raw.state.get(q) for q in self.pieces): return
-        if self.stage < 3:
-            self.zo._hp_optimizer_states_linked = False
-            self.zo._lazy_init_hp_params_optimizer_state()
-        self.linked = True
+# %% ../../nbs/train/02_zero.ipynb #248ac20d
+@patch
+def forward(self:ZeroEngine, *args, **kw):
+    "The training forward."
+    with torch.autocast(self.ds.device.type, enabled=False): return self.ds(*args, **kw)
+
+@patch
+def micro(self:ZeroEngine, last:bool):
+    "DeepSpeed exchanges gradients at the boundary, which is the last micro-batch."
+    self.ds.set_gradient_accumulation_boundary(last)
+    return nullcontext()
+
+@patch
+def backward(self:ZeroEngine, loss, last:bool=True):
+    "Add the gradient of `loss`."
+    self.ds.set_gradient_accumulation_boundary(last)
+    self.pending = True
+    self.ds.backward(loss)
+
+@patch
+def complete(self:ZeroEngine):
+    "Gradients are true ones already."
+
+@patch
+def step(self:ZeroEngine):
+    "Move the weights, inside DeepSpeed."
+    self.ds.step()
+    self.pending = False
+    if not self.linked: self.link()
+
+@patch
+def link(self:ZeroEngine):
+    "Show DeepSpeed the moments of all groups; by itself it looks once, when only the first group has some."
+    if not all(self.raw.state.get(q) for q in self.pieces): return
+    if self.stage < 3:
+        self.zo._hp_optimizer_states_linked = False
+        self.zo._lazy_init_hp_params_optimizer_state()
+    self.linked = True
 
 # %% ../../nbs/train/02_zero.ipynb #d861fa01
 @patch
