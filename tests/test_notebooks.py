@@ -31,8 +31,9 @@ def simulates_libero(path):
 @pytest.fixture(scope="module")
 def server():
     "A process that has imported what nearly all pages import, and forks one for each page."
+    one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")   # numpy's would be lost in a fork
     p = subprocess.Popen([sys.executable, "-c", CODE, str(ROOT/"tests")], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE)
+                         stdout=subprocess.PIPE, env=os.environ | one_thread)
     yield p
     p.stdin.close()
     p.wait(60)
