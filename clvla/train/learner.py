@@ -8,13 +8,11 @@ __all__ = ['Stage', 'train_cl', 'Imitation', 'keep_frozen', 'cells']
 # %% ../../nbs/train/04_learner.ipynb #d0400003
 import time
 from collections import namedtuple
-from contextlib import contextmanager
 from pathlib import Path
 import json, torch
 from fastcore.basics import patch
 from ..cl.all import make_algo
 from ..core.files import json_text, read_json, write_json
-from ..core.state import save_state
 from ..data.loader import TaskData
 from ..data.streams import stream_json
 from ..eval.metrics import from_records, record_key, to_json
@@ -98,6 +96,7 @@ def build(self:Imitation,
     self.trainer.curve = lambda t, name, step: self.evaluate(t, step)
     if shell.rank == 0: self.write_stream()
 
+# %% ../../nbs/train/04_learner.ipynb #d0400021
 def keep_frozen(policy, shell, checkpoint):
     "Store the weights that are never trained once, under their hash, for all runs that use them."
     stored = read_base(checkpoint)["sha256"] if checkpoint else None
