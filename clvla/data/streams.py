@@ -108,6 +108,6 @@ def stream_from(
         raise ValueError(f"{where}: 'stages' must hold names, found {d['stages']!r}; take the file as it was written")
     needed = ("id", "name", "prompt")
     optional = [name for name in TASK if name not in needed]
-    tasks = [Task(**entries(task, TASK, f"{where}, task {i}", optional=optional)) for i,task in enumerate(d["tasks"])]
-    try: return Stream(d["name"], tuple(tasks), tuple(d["order"]), d["cycles"])
+    known = [entries(task, TASK, f"{where}, task {i}", optional=optional) for i,task in enumerate(d["tasks"])]
+    try: return Stream(d["name"], tuple(Task(**task) for task in known), tuple(d["order"]), d["cycles"])
     except ValueError as e: raise ValueError(f"{where}: {e}") from e

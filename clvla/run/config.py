@@ -261,7 +261,7 @@ def read_config(
     stored = read_json(path)
     try:
         if not isinstance(stored, dict): return config_from(RunBase, stored)
-        cls = configs[stored.get("learner", "imitation")]   # runs of older versions are all imitation
+        cls = configs[str(stored.get("learner", "imitation"))]   # runs of older versions are all imitation
         known = {f.name: f.type for f in fields(cls)}
         stored = {k: typed(k, v, known[k]) if k in known else v for k,v in cls.converted(stored).items()}
         return replace(config_from(cls, stored), run_dir=str(Path(run_dir).resolve()))  # it may have been moved
