@@ -74,7 +74,7 @@ def one(home, name, **kw):
 
 
 def losses(r): return np.array([l["train/loss"] for l in r.logs() if "train/loss" in l])
-def episodes(r): return sorted(json.dumps({k: v for k, v in e.items() if k != "seconds"}) for e in r.episodes())
+def episodes(r): return sorted(json.dumps({k: v for k, v in e.items() if k != "seconds" and "time/" not in k}) for e in r.episodes())
 def drawn(r): return [l["drawn"] for l in r.logs() if "drawn" in l]
 
 
