@@ -104,9 +104,9 @@ class CLContext:
     batch_size:int = 0             # B, samples of one micro-batch, over all processes
     task_batch:dict|None = None    # the current samples (of this process)
     batch:dict|None = None         # the batch that is trained on
-    mixed:list = field(default_factory=list) # its remembered samples, as `mix` was given them: its last rows
-    noise:Tensor|None = None       # what a flow head was given for `batch`; None for a head that draws nothing
-    time:Tensor|None = None        # the same
+    mixed:list = field(default_factory=list) # refs of the remembered samples, which are the last rows of `batch`
+    noise:Tensor|None = None       # noise of a flow head for `batch`; None for a head that draws nothing
+    time:Tensor|None = None        # time of a flow head for `batch`, or None
     out:dict|None = None           # second result of the policy's forward
     loss:Tensor|None = None        # first result: the mean loss, without penalty
     penalty:Tensor|None = None     # what `compute_penalty` returned

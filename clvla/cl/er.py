@@ -26,7 +26,7 @@ class ER(CLAlgorithm):
         buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
-        store:str="refs",          # "refs" or "values"
+        store:str="refs",          # "refs": frame numbers; "values": copies of the samples
         total_size:int|None=None,  # frames kept of all tasks together; None: no bound
         seed:int=0
     ):

@@ -220,7 +220,7 @@ def evaluate(self:Player,
     done=(),         # keys (see `record_key`) of episodes that are recorded already
     on_record=None,  # called with each new record
     actions:dict=None, # if a dict, (task id, trial) -> (n,A) executed actions are put there, for films
-    on_round=None,   # called before each policy call, and while simulators keep us waiting; may raise
+    on_round=None,   # called before each policy call, and after each second without an answer; may raise
     algo=None        # `eval_key(task_id)` groups rows, `eval_policy(policy, task_id)` changes the policy for a group
 )->list:             # the new records of this process, by task and trial
     "Evaluate the policy on all episodes of our part; same seed, same records, whatever the schedule."
