@@ -52,7 +52,8 @@ def make_optimizer(
     "AdamW over the trained parameters, weight decay on matrices only; ValueError when there are none."
     if not any(p.requires_grad for p in policy.parameters()):
         raise ValueError("the policy has no trained parameter; is everything frozen?")
-    groups = param_groups(policy, cfg.lr, cfg.weight_decay, policy.lr_of(cfg.lr) | cfg.lr_of)
+    own_rates = policy.lr_of(cfg.lr) if hasattr(policy, "lr_of") else {}   # of its family; any module may be trained
+    groups = param_groups(policy, cfg.lr, cfg.weight_decay, own_rates | cfg.lr_of)
     return torch.optim.AdamW([g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in groups])
 
 # %% ../../nbs/train/01_trainer.ipynb #eba85a97
