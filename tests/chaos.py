@@ -22,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 from clvla.run.shell import fingerprint
 from clvla.run.folder import RunFolder
 
@@ -112,7 +112,7 @@ def kill_one(cfg, algo, victim, clock, after, name, rng, limit=300):
 def chaos(folder, kills, seed=0, parallel=1, say=print):
     "Kill `kills` runs, algorithms in turn; returns (references, rows)."
     folder, rng = Path(folder), random.Random(seed)
-    make = lambda name, algo, data: resolve(RunConfig(algo=algo, run_dir=str(folder/name), data_dir=str(folder/data), **SMALL, **ALGOS[algo]))
+    make = lambda name, algo, data: resolve(TrainConfig(algo=algo, run_dir=str(folder/name), data_dir=str(folder/data), **SMALL, **ALGOS[algo]))
     references, took = {}, {}
     for name, algo in [("first", "er"), *((f"reference-{a}", a) for a in ALGOS)]:  # the first one makes the demonstrations
         cfg, t0 = make(name, algo, "data"), time.monotonic()

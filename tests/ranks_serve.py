@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from clvla.train.config import RunConfig
+from clvla.train.config import TrainConfig
 from clvla.train.learner import train_cl
 
 
 def main(path):
     leave = torch.distributed.destroy_process_group
     torch.distributed.destroy_process_group = torch.distributed.barrier   # the next run uses the same processes
-    for settings in json.loads(Path(path).read_text()): train_cl(RunConfig(**settings), say=len)
+    for settings in json.loads(Path(path).read_text()): train_cl(TrainConfig(**settings), say=len)
     leave()
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed keeps gloo's threads alive, and on a busy machine they abort an interpreter that ends

@@ -9,7 +9,7 @@ from clvla.eval.compare import (REPEAT, cost_table, group, holm, label, paired_t
     versus, wide)
 from clvla.eval.stats import mcnemar
 from clvla.run.config import table
-from clvla.train.config import RunConfig
+from clvla.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]; IDS = ["a", "b", "c"]
 
@@ -87,7 +87,7 @@ def test_later_evaluations_are_compared_as_runs_are(runs_dir):
 
 
 def test_what_repetitions_may_differ_in_is_what_computes_nothing():
-    assert set(REPEAT) == {"seed", *table(RunConfig, "FREE")}
+    assert set(REPEAT) == {"seed", *table(TrainConfig, "FREE")}
 
 
 def test_holm(): assert holm([.01, .04, .03, float("nan")])[:3] == pytest.approx([.03, .06, .06])

@@ -13,7 +13,7 @@ from clvla.core.files import sha256
 from clvla.core.plugins import load_plugins
 from clvla.data.streams import Stream, Task
 from clvla.train import prepare as P
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 
 HERE = str(Path(__file__).parent)
 FAULTS = str(Path(HERE)/"faults.py")   # registers the kind `faulty`, here and in every process that records
@@ -25,7 +25,7 @@ def tasks(n=2, **kw):
     return [Task(k, k, f"go {k}", dict(kind="faulty", name=k, max_steps=30, **kw), dict(kind="demos")) for k in ("left", "right", "up")[:n]]
 
 
-def config(path, **kw): return RunConfig(**(dict(data_dir=str(path), n_demos=8, image_size=16, n_workers=2) | kw))
+def config(path, **kw): return TrainConfig(**(dict(data_dir=str(path), n_demos=8, image_size=16, n_workers=2) | kw))
 
 
 def make(path, n=2, say=print, on_wait=None, spec=None, **kw):
@@ -186,12 +186,12 @@ def test_data_sets_on_disk_are_read_by_processes_too(whole, tmp_path):
 TOP = """from pathlib import Path
 with open({log!r}, "a") as f: f.write("imported\\n")
 from clvla.data.streams import Stream, Task
-from clvla.train.config import RunConfig
+from clvla.train.config import TrainConfig
 from clvla.train.prepare import prepare
 from clvla.core.plugins import load_plugins
 load_plugins([{plugin!r}])
 task = Task("left", "left", "go left", dict(kind="faulty", name="left", max_steps=30), dict(kind="demos"))
-prepare(Stream("mine", (task,)), RunConfig(n_demos=1, image_size=16, data_dir={data!r}))
+prepare(Stream("mine", (task,)), TrainConfig(n_demos=1, image_size=16, data_dir={data!r}))
 """
 
 
@@ -208,11 +208,11 @@ def test_at_the_top_of_a_script(tmp_path):
 def test_what_processes_cannot_share_is_refused():
     from types import SimpleNamespace as NS
     many = dict(algo="er", num_processes=2)
-    assert P.check(resolve(RunConfig(accumulation=4, algo_kw=dict(replay_ratio=.1), **many))).ids   # .8 of a sample in all, .4 in each process: one is replayed
+    assert P.check(resolve(TrainConfig(accumulation=4, algo_kw=dict(replay_ratio=.1), **many))).ids   # .8 of a sample in all, .4 in each process: one is replayed
     for kw, words in ((dict(strategy="zero1"), "this run has one; set num_processes to 2 or more"), (dict(strategy="zero3", **many), "set ema to 0"),
                       (dict(init_from="/nowhere/at/all"), "init_from '/nowhere/at/all' does not exist"),
                       (dict(accumulation=8, algo_kw=dict(replay_ratio=.1)), "micro-batch of 4 samples .* rounds to none")):
-        with pytest.raises(ValueError, match=words): P.check(resolve(RunConfig(**(dict(algo="er") | kw))))
+        with pytest.raises(ValueError, match=words): P.check(resolve(TrainConfig(**(dict(algo="er") | kw))))
     with pytest.raises(ValueError, match="algo 'mir' reads whole ones; set strategy to 'zero2'"):
-        P.check_strategy(NS(zero3=False), RunConfig(strategy="zero3", num_processes=2))
-    P.check_strategy(NS(), RunConfig(strategy="zero3", num_processes=2, ema=0.)); P.check_strategy(NS(), RunConfig(strategy="zero2", machines="a,b"))
+        P.check_strategy(NS(zero3=False), TrainConfig(strategy="zero3", num_processes=2))
+    P.check_strategy(NS(), TrainConfig(strategy="zero3", num_processes=2, ema=0.)); P.check_strategy(NS(), TrainConfig(strategy="zero2", machines="a,b"))

@@ -26,14 +26,14 @@ from clvla.run.launch import launch, sweep
 from clvla.run.report import finish
 from clvla.run.stop import exit_text, kill_cause, oom_kills
 from clvla.run.watch import Run
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 EPISODE = dict(stage=0, step=None, task="push", after="push", trial=0, success=True, steps=50, restarts=0, seed=0)
 
 
-def config(path, **kw): return resolve(RunConfig(run_dir=str(path), batch_size=32, device="cpu", **kw))
+def config(path, **kw): return resolve(TrainConfig(run_dir=str(path), batch_size=32, device="cpu", **kw))
 
 
 def begun(path, **kw):

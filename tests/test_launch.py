@@ -14,7 +14,7 @@ import pytest
 
 from chaos import alive, wait_for
 from clvla.core.files import write_json
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 from clvla.run.child import explain
 from clvla.run.launch import launch, start
 from clvla.run.ranks import commands
@@ -33,7 +33,7 @@ def path_to_helper(monkeypatch):
 
 def begun(path, do=None, **kw):
     "A run folder whose processes do what `do` says."
-    cfg = resolve(RunConfig(run_dir=str(path), batch_size=32, device="cpu", **kw))
+    cfg = resolve(TrainConfig(run_dir=str(path), batch_size=32, device="cpu", **kw))
     run = RunFolder(path)
     run.begin(cfg)
     (run.path/"do.json").write_text(json.dumps(do or {}))

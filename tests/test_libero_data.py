@@ -19,7 +19,7 @@ from clvla.envs.libero.tasks import (LIMITS, MAX_STEPS, ORDERS, SUITE_OF, SUITES
     libero_prompt, libero_task)
 from clvla.data.streams import stream_from, stream_json
 from clvla.envs.all import kind_of, make_stream
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check, demo_dir, prepare
 from libero_help import libero_root
 
@@ -83,7 +83,7 @@ def test_streams_that_are_none(spec, said):
 
 
 def test_demonstrations_do_not_mix():
-    cfg = RunConfig(data_dir="/d", n_demos=25, image_size=48); spec = lambda **env: make_stream(dict(base="libero_goal", num_tasks=1, env=env)).tasks[0]
+    cfg = TrainConfig(data_dir="/d", n_demos=25, image_size=48); spec = lambda **env: make_stream(dict(base="libero_goal", num_tasks=1, env=env)).tasks[0]
     dirs = [demo_dir(t, c) for t in (spec(), spec(cameras=["front", "wrist"]), spec(protocol="published"), spec(max_steps=600),
                                      spec(visuals="full"), *(libero_task(k, SUITES[k][0]) for k in SUITES if k != "libero_goal"))
             for c in (cfg, replace(cfg, image_size=64), replace(cfg, n_demos=3))]
@@ -150,7 +150,7 @@ def test_published_names_train_as_they_are(name, gripper, tmp_path):
     assert stream_from(json.loads(json.dumps(stream_json(s)))).tasks[0].env == s.tasks[0].env
     assert layout == s.tasks[1].source["parts"][0]["layout"] and fingerprint(s.tasks[0])["parts"][0]["layout"] == layout
     if gripper == "-1..1": return   # processes are slow to start: one of them is enough
-    said, cfg = [], resolve(RunConfig(suite=str(path), smoke=True, data_dir=str(tmp_path/"d"), image_size=32, algo="er"))
+    said, cfg = [], resolve(TrainConfig(suite=str(path), smoke=True, data_dir=str(tmp_path/"d"), image_size=32, algo="er"))
     assert len(prepare(check(cfg), cfg, said.append)) == 2 and said[0].startswith(f"{path} is read in this layout: front = ")
 
 
@@ -233,10 +233,10 @@ def test_tasks_of_several_scenes_are_trained_on_only(tmp_path):
     texts = ["turn on the stove", "close the microwave"]
     path = write(tmp_path/"IPEC-COMMUNITY/libero_90_no_noops_lerobot", [drawn(seed=k, text=t) for k, t in enumerate(texts)])
     s = make_stream(str(path)); assert [o.env is None for o in s.tasks] == [True, False] and s.tasks[1].id == "kitchen6-close-microwave"
-    with pytest.raises(ValueError, match="no environment belongs to turn-on-the-stove.*leave them out"): check(resolve(RunConfig(suite=str(path), algo="er")))
+    with pytest.raises(ValueError, match="no environment belongs to turn-on-the-stove.*leave them out"): check(resolve(TrainConfig(suite=str(path), algo="er")))
     ok = dict(base=str(path), tasks=["kitchen6-close-microwave"])
-    assert check(resolve(RunConfig(suite=ok, algo="er"))).ids == ["kitchen6-close-microwave"]
-    assert check(resolve(RunConfig(suite=str(path), algo="er", evaluate="none"))).ids == s.ids
+    assert check(resolve(TrainConfig(suite=ok, algo="er"))).ids == ["kitchen6-close-microwave"]
+    assert check(resolve(TrainConfig(suite=str(path), algo="er", evaluate="none"))).ids == s.ids
 
 
 def test_other_peoples_robots_are_left_alone(tmp_path):
@@ -278,7 +278,7 @@ def test_a_suite_as_one_task_is_read_in_its_layout(tmp_path):
 
 def test_cameras_of_data_and_environment_agree_or_are_refused_at_the_door(tmp_path):
     libero_root(); path = write(tmp_path/"HuggingFaceVLA/libero", [foreign(drawn(seed=k, text=GOAL[k])) for k in range(2)], KEYS["HuggingFaceVLA/libero"])
-    good = make_stream(str(path)); cfg = lambda spec: resolve(RunConfig(suite=spec, algo="er", data_dir=str(tmp_path)))
+    good = make_stream(str(path)); cfg = lambda spec: resolve(TrainConfig(suite=spec, algo="er", data_dir=str(tmp_path)))
     assert good.tasks[0].env["cameras"] == ["front", "wrist"] and check(cfg(str(path))).ids == good.ids
     with pytest.raises(ValueError, match="has pictures of front, wrist, its environment lacks wrist: give the stream env="):
         check(cfg(dict(base=str(path), env=dict(cameras=["front"]))))
@@ -289,7 +289,7 @@ def test_a_data_set_trains_where_there_is_no_simulator(tmp_path, monkeypatch):
     from clvla.train.learner import train_cl
     path = write(tmp_path/"HuggingFaceVLA/libero", [foreign(drawn(seed=k, text=GOAL[k % 2])) for k in range(4)], KEYS["HuggingFaceVLA/libero"])
     monkeypatch.delenv("CLVLA_LIBERO_ASSETS", raising=False); monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"nothing"))
-    cfg = resolve(RunConfig(suite=str(path), algo="er", smoke=True, evaluate="none", image_size=32, data_dir=str(tmp_path/"d"), run_dir=str(tmp_path/"run")))
+    cfg = resolve(TrainConfig(suite=str(path), algo="er", smoke=True, evaluate="none", image_size=32, data_dir=str(tmp_path/"d"), run_dir=str(tmp_path/"run")))
     run = train_cl(cfg, say=lambda line: None); assert run.done and not run.episodes()
     assert [r["stage"] for r in run.logs()][-1] == 1
 
@@ -386,7 +386,7 @@ def parameters():
 
 def test_protocol_is_made_of_parameters_of_run_cl():
     from clvla.train.config import from_page
-    names = parameters(); cfg = from_page(RunConfig, dict(names), set())
+    names = parameters(); cfg = from_page(TrainConfig, dict(names), set())
     given = {**vars(cfg), **cfg.algo_kw}   # a parameter that is no field goes to the algorithm that has it
     assert {k: given[k] for k in names if k != "algo_kw"}|{"algo_kw": {k: given[k] for k in names["algo_kw"]}} == names
     s = make_stream(cfg.suite); assert [o.name for o in s.tasks] == list(SUITES["libero_goal"]) and s.name == "libero_goal"
@@ -396,9 +396,9 @@ def test_protocol_is_made_of_parameters_of_run_cl():
 
 def test_protocol_passes_every_check_at_a_small_scale(tmp_path):
     from clvla.train.config import from_page
-    cfg = resolve(from_page(RunConfig, {**parameters(), **SMALL, "data_dir": str(tmp_path)}, set()))
+    cfg = resolve(from_page(TrainConfig, {**parameters(), **SMALL, "data_dir": str(tmp_path)}, set()))
     assert check(cfg).ids == [libero_id(o) for o in SUITES["libero_goal"][:2]] and (cfg.n_trials, cfg.n_demos) == (2, 3)
-    both = check(resolve(from_page(RunConfig, {**parameters(), **SMALL, "suite": parameters()["suite"]}, set())))
+    both = check(resolve(from_page(TrainConfig, {**parameters(), **SMALL, "suite": parameters()["suite"]}, set())))
     assert [o.env["protocol"] for o in both.tasks] == ["published"]*2
     words = " ".join(PROTOCOL.read_text().replace("\\\n#", "").split())
     assert "-p suite libero_goal -p smoke True -p model tiny -p image_size 48 -p lora_rank 0 -p precision no" in words

@@ -212,9 +212,9 @@ def test_bad_input_is_refused_at_the_door(change, words):
 
 
 def test_missing_assets_are_found_before_anything_starts(monkeypatch, tmp_path):
-    from clvla.train.config import RunConfig, resolve
+    from clvla.train.config import TrainConfig, resolve
     from clvla.train.prepare import check
-    cfg = resolve(RunConfig(suite="libero_five", data_dir=str(tmp_path), run_dir=str(tmp_path/"r")))
+    cfg = resolve(TrainConfig(suite="libero_five", data_dir=str(tmp_path), run_dir=str(tmp_path/"r")))
     assert len(check(cfg).tasks) == 5
     monkeypatch.setenv("CLVLA_LIBERO_ASSETS", str(tmp_path/"nowhere"))
     with pytest.raises(FileNotFoundError, match="nowhere.*clvla-libero"): check(cfg)
@@ -225,14 +225,14 @@ def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
     "Two tasks, two cameras, full meshes, hard resets, MIR with its cache, the file as it stands but for what makes it small."
     from pathlib import Path
     from papermill.iorw import read_yaml_file
-    from clvla.train.config import RunConfig, from_page
+    from clvla.train.config import TrainConfig, from_page
     from clvla.train.learner import train_cl
     file = Path(__file__).resolve().parents[1]/"nbs/protocols/libero_goal.yaml"
     d = read_yaml_file(str(file)); d["suite"] = d["suite"] | dict(tasks=["goal-turn-on-stove", "goal-put-cream-cheese-in-bowl"])
     d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100); d["algo_kw"] = d["algo_kw"] | dict(refresh=4)   # of 12 updates a task
     small = dict(smoke=True, n_demos=1, n_trials=1, model="tiny", image_size=48, lora_rank=0, precision="no", evaluate="lower",
                  n_workers=1, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))
-    run = train_cl(from_page(RunConfig, d | small, set()), say=lambda line: None)
+    run = train_cl(from_page(TrainConfig, d | small, set()), say=lambda line: None)
     assert run.done and len(run.episodes()) == 3
     assert [max(r.get("refreshes", 0) for r in run.logs() if r["stage"] == t) for t in (0, 1)] == [0, 3]   # scored with both cameras
 

@@ -21,7 +21,7 @@ from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.weights import load_weights, read_lora, save_base, save_policy
 from clvla.policies.lora import add_lora
-from clvla.train.config import RunConfig, differences, from_page, read_config, resolve
+from clvla.train.config import TrainConfig, differences, from_page, read_config, resolve
 
 SMALL = dict(image_size=32, D=16, n_blocks=1, n_rows=16)
 
@@ -39,7 +39,7 @@ def home(tmp_path_factory):
     write_json(home/"processor.json", processor.to_json())
     write_json(home/"stream.json", stream_json(make_stream(dict(base="mw5", num_tasks=2))) | dict(stages=["handle-press", "window-close"]))
     write_lerobot(home/"lerobot", [episode(7), episode(5, 1, "Pull the block")])
-    write_json(home/"run/config.json", config_json(resolve(RunConfig(run_dir=str(home/"run"), data_dir=str(home)))))
+    write_json(home/"run/config.json", config_json(resolve(TrainConfig(run_dir=str(home/"run"), data_dir=str(home)))))
     save_policy(make_policy("tiny", **SMALL), "tiny", home/"plain")
     policy = add_lora(make_policy("tiny", **SMALL), 2, 4.); save_base(policy, home/"weights"); save_policy(policy, "tiny", home/"lora")
     return home
@@ -169,9 +169,9 @@ def test_stored_configs(home, tmp_path, change, says):
     assert str(tmp_path/"config.json") in str(e.value)
     for k in ("lora_rank", "keep"): d.pop(k)     # a run of before these settings
     write_json(tmp_path/"config.json", {k: v for k, v in d.items() if k not in change} | dict(lr=1)); assert read_config(tmp_path).lr == 1.
-    with pytest.raises(ValueError, match="config.json"): differences([d], RunConfig())
+    with pytest.raises(ValueError, match="config.json"): differences([d], TrainConfig())
     for text in ("[1", "{[]: 1}", "["*3000): # as typed
-        with pytest.raises(ValueError, match="'suite'"): from_page(RunConfig, dict(suite=text), set())
+        with pytest.raises(ValueError, match="'suite'"): from_page(TrainConfig, dict(suite=text), set())
 
 
 # LeRobot's files have many entries that are not read here; those that are read must be right

@@ -14,7 +14,7 @@ from chaos import alive, environment, wait_for
 from clvla.core.config import config_json
 from clvla.core.files import read_json
 from clvla.run.checkpoint import checkpoints
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 from clvla.run.shell import fingerprint
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder, descendants
@@ -30,7 +30,7 @@ ALGOS = {"sequential": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc"
 def home(tmp_path_factory): return tmp_path_factory.mktemp("many")
 
 
-def config(home, name, **kw): return resolve(RunConfig(data_dir=str(home/"data"), run_dir=str(home/name), **(SMALL | kw)))
+def config(home, name, **kw): return resolve(TrainConfig(data_dir=str(home/"data"), run_dir=str(home/name), **(SMALL | kw)))
 
 
 def start(cfg, **env):

@@ -24,7 +24,7 @@ from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.weights import load_weights, read_policy_config, save_policy
 from clvla.run.checkpoint import check_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from clvla.train.config import RunConfig, read_config, resolve
+from clvla.train.config import TrainConfig, read_config, resolve
 from clvla.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ def write_everything(home):
     store = write_store(home/"store", [episode(20), episode(15, 1)]); processor = Processor(compute_stats(store))
     write_stats(home/"dataset_statistics.json", processor.stats)
     write_lerobot(home/"lerobot", [episode(7), episode(5, 1, "Pull the block")])
-    run = RunFolder(home/"run"); run.begin(resolve(RunConfig(run_dir=str(home/"run"), data_dir=str(home/"data"))))
+    run = RunFolder(home/"run"); run.begin(resolve(TrainConfig(run_dir=str(home/"run"), data_dir=str(home/"data"))))
     run.log(stage=0, step=1, loss=.5); run.episode(dict(stage=0, step=None, after="x", task="x", trial=0, success=True))
     policy = make_policy("tiny"); opt = torch.optim.AdamW(policy.parameters())
     for p in policy.parameters(): p.grad = torch.zeros_like(p)

@@ -99,9 +99,9 @@ import sys
 from clvla.run.config import make_config
 from clvla.run.folder import RunFolder
 from clvla.run.plugins import keep_plugins
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check
-cfg = resolve(RunConfig.of(run_dir=sys.argv[1], plugins=[{str(tmp/'mine.py')!r}], evaluate="none", save_every=2, **{SETTINGS!r}))
+cfg = resolve(TrainConfig.of(run_dir=sys.argv[1], plugins=[{str(tmp/'mine.py')!r}], evaluate="none", save_every=2, **{SETTINGS!r}))
 check(cfg)
 RunFolder(cfg.run_dir).begin(cfg)
 keep_plugins(cfg)
@@ -131,7 +131,7 @@ keep_plugins(cfg)
 @pytest.mark.parametrize("text,says", [("import no_such_module", "ModuleNotFoundError"), ("1/0", "division by zero (line 1 of bad.py)"),
                                        ("from clvla.cl.all import algos\nalgos['er'] = int", "'er' is clvla.cl.er:ER already")])
 def test_a_plugin_that_cannot_be_taken_is_named_at_the_door(tmp_path, text, says):
-    from clvla.train.config import RunConfig
+    from clvla.train.config import TrainConfig
     (tmp_path/"bad.py").write_text(text)
-    with pytest.raises(ValueError) as e: RunConfig.of(plugins=[str(tmp_path/"bad.py")])
+    with pytest.raises(ValueError) as e: TrainConfig.of(plugins=[str(tmp_path/"bad.py")])
     assert "plugin" in str(e.value) and "bad.py" in str(e.value) and says in str(e.value)

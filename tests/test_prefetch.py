@@ -9,7 +9,7 @@ from clvla.data.frames import write_store
 from clvla.data.loader import TaskData, TaskLoader
 from clvla.data.stats import Processor, compute_stats
 from clvla.policies.all import make_policy
-from clvla.train.config import RunConfig
+from clvla.train.config import TrainConfig
 from clvla.train.trainer import Trainer, make_optimizer
 
 torch.set_num_threads(1)
@@ -30,7 +30,7 @@ def trainer(stores, prefetch, prepare=None, log=None):
     data = TaskData(stores, Processor(compute_stats(stores)), 8, prepare=prepare)
     tasks = [SimpleNamespace(id=n, budget=None) for n in NAMES]
     stream = SimpleNamespace(stages=[SimpleNamespace(task=t) for t in tasks], ids=list(NAMES), tasks=tasks)
-    cfg = RunConfig(steps_per_task=6, batch_size=8, warmup=1, threads=1, prefetch=prefetch, device="cpu")
+    cfg = TrainConfig(steps_per_task=6, batch_size=8, warmup=1, threads=1, prefetch=prefetch, device="cpu")
     return Trainer(cfg, stream, data, make_policy("tiny", 32, D=32, seed=1), ER(seed=0), log)
 
 def fit(t):
@@ -86,5 +86,5 @@ def test_prepare_sees_every_batch_and_runs_in_the_thread(stores):
 
 def test_a_family_gives_its_parts_rates_of_their_own():
     p = make_policy("tiny", 32, D=32); p.lr_of = lambda lr: {"eyes.": lr/10}
-    rates = {g["name"]: g["peak"] for g in make_optimizer(p, RunConfig(lr=1e-3, lr_of={"head.": 5e-4})).param_groups}
+    rates = {g["name"]: g["peak"] for g in make_optimizer(p, TrainConfig(lr=1e-3, lr_of={"head.": 5e-4})).param_groups}
     assert rates == {"all/decay": 1e-3, "all/plain": 1e-3, "eyes./decay": 1e-4, "eyes./plain": 1e-4, "head./decay": 5e-4, "head./plain": 5e-4}

@@ -17,7 +17,7 @@ from clvla.core.state import load_state
 from clvla.core.files import read_json
 from clvla.envs.all import kinds
 from clvla.run.checkpoint import checkpoints
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 from clvla.run.shell import fingerprint
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
@@ -35,7 +35,7 @@ class Crash(BaseException): "A power cut: no `except` of the run sees it, nothin
 def data(tmp_path_factory): return tmp_path_factory.mktemp("data")
 
 
-def config(data, path, **kw): return resolve(RunConfig(data_dir=str(data), run_dir=str(path), **(SMALL | kw)))
+def config(data, path, **kw): return resolve(TrainConfig(data_dir=str(data), run_dir=str(path), **(SMALL | kw)))
 
 
 @pytest.fixture(scope="module")

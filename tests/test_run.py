@@ -16,7 +16,7 @@ import pytest
 from clvla.core.files import read_json, sha256, write_json
 from clvla.core.state import load_state, save_state
 from clvla.run.checkpoint import check_checkpoint, checkpoints
-from clvla.train.config import RunConfig, resolve
+from clvla.train.config import TrainConfig, resolve
 from clvla.run.shell import fingerprint
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
@@ -33,7 +33,7 @@ def data(tmp_path_factory):
 
 
 def config(data, path, **kw):
-    return resolve(RunConfig(data_dir=str(data), run_dir=str(path), **(SMALL | kw)))
+    return resolve(TrainConfig(data_dir=str(data), run_dir=str(path), **(SMALL | kw)))
 
 
 def facts(run):
@@ -209,7 +209,7 @@ def test_the_page_lists_every_parameter_where_papermill_looks_for_it():
     from clvla.run.config import settings_of
     from clvla.train.config import FILLED
     listed = set(inspect_notebook(ROOT/"nbs/run_cl.ipynb"))
-    fields_ = {f.name for f in fields(RunConfig)}
+    fields_ = {f.name for f in fields(TrainConfig)}
     settings = {k for kind, menu in (("algo_kw", algos), ("model_kw", policies)) for name in menu for k in settings_of(menu[name], FILLED[kind])}
     assert not (fields_ | settings) - listed
 

@@ -15,10 +15,10 @@ BEGIN, END = '_others = """', '"""'
 
 
 def fields_with_help():
-    "Name, default as text and comment of every field of RunConfig, from the source of its groups."
-    from clvla.run.config import RunBase
+    "Name, default as text and comment of every field of TrainConfig, from the source of its groups."
+    from clvla.run.config import RunConfig
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
-    for group in (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunBase):
+    for group in (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig):
         for line in inspect.getsource(group).splitlines():
             m = re.match(r"    (\w+):\S+ = (.+?)\s+# (.+)", line)
             if m: yield m[1], {"field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}.get(m[2], m[2]), m[3]

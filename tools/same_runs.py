@@ -38,10 +38,10 @@ RUNS = dict(
 
 def begin(run_dir, settings):
     "Claim a run folder, and say which module continues it."
-    from clvla.train.config import RunConfig, resolve
+    from clvla.train.config import TrainConfig, resolve
     try: from clvla.run.folder import RunFolder; module = "clvla.run"
     except ImportError: from clvla.train.run import RunFolder; module = "clvla.train"
-    cfg = resolve(RunConfig(**settings, run_dir=str(run_dir)))
+    cfg = resolve(TrainConfig(**settings, run_dir=str(run_dir)))
     RunFolder(cfg.run_dir).begin(cfg)
     return module
 

@@ -10,5 +10,5 @@ from ..core.names import Registry
 
 # %% ../../nbs/run/09_all.ipynb #b0900006
 learners = Registry("learner", imitation="clvla.train.learner:Imitation")
-configs = Registry("learner", imitation="clvla.train.config:RunConfig")   # the config class of each
+configs = Registry("learner", imitation="clvla.train.config:TrainConfig")   # the config class of each
 evaluations = Registry("learner", imitation="clvla.train.checkpoint_eval:eval_named") # called with run folder and name

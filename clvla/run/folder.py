@@ -17,7 +17,7 @@ from ..core.config import config_json
 from ..envs.all import kinds
 from ..envs.render import use_gl
 from ..eval.metrics import record_key
-from .config import RunBase, differences, read_config
+from .config import RunConfig, differences, read_config
 from .stop import kill_cause, oom_kills
 
 # %% ../../nbs/run/00_folder.ipynb #1c2a015f
@@ -30,7 +30,7 @@ class RunFolder:
         self.path,self.rank,self.t0 = Path(path),rank,time.time()
 
     def begin(self,
-        cfg:RunBase,   # resolved settings
+        cfg:RunConfig,   # resolved settings
         say=print      # told that settings of a run that never began are replaced
     )->str:            # "new", "continued" or "done"
         "Claim the folder for `cfg`; ValueError when it is another run's, or another process writes to it."
@@ -56,7 +56,7 @@ class RunFolder:
     @property
     def done(self)->bool: return (self.path/"done.json").exists()
     @property
-    def cfg(self)->RunBase: return read_config(self.path)
+    def cfg(self)->RunConfig: return read_config(self.path)
     def logs(self, say=print)->list: return read_jsonl(self.path/"log.jsonl", say)
     def log(self, **record):
         if self.rank == 0: append_jsonl(self.path/"log.jsonl", record)
@@ -65,7 +65,7 @@ class RunFolder:
 
 # %% ../../nbs/run/00_folder.ipynb #d0000001
 @patch
-def _first(self:RunFolder, cfg:RunBase)->str:
+def _first(self:RunFolder, cfg:RunConfig)->str:
     "Write the settings and the versions of a new run."
     write_json(self.path/"config.json", config_json(cfg))
     self.other_versions()

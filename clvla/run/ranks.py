@@ -11,11 +11,11 @@ from pathlib import Path
 from .folder import descendants
 from .launch import kill_all
 from .stop import EXIT_STOPPED, exit_text, oom_kills
-from .config import RunBase, device_of, hosts
+from .config import RunConfig, device_of, hosts
 
 # %% ../../nbs/run/04_ranks.ipynb #192bcff9
 def launch_ranks(
-    cfg:RunBase,      # of a run that was begun
+    cfg:RunConfig,      # of a run that was begun
     module="clvla.run"  # what each process runs, with the run folder as its argument
 )->int:                 # exit code: 0 done, 75 stopped, 1 failed
     "Start this machine's processes of a run, pass signals on, and wait; RuntimeError when machines do not meet."
@@ -67,7 +67,7 @@ HANGS = {-signal.SIGABRT: "; on GPUs, a wait for another process ends like this 
 PORT = 29500  # where the machines meet; "host:port" for the first one changes it
 
 def rank_args(
-    cfg:RunBase, # num_processes, machines, timeout
+    cfg:RunConfig, # num_processes, machines, timeout
     node:int=0     # number of this machine
 )->list:
     "Arguments of `torch.distributed.run` for one machine."
@@ -81,7 +81,7 @@ def rank_args(
             "--rdzv_conf", f"timeout={round(60*cfg.timeout)}", *each]
 
 def commands(
-    cfg:RunBase # resolved settings
+    cfg:RunConfig # resolved settings
 )->list:          # one command per machine
     "What to type on each machine of a run."
     n = max(1, len(hosts(cfg)))

@@ -25,13 +25,13 @@ from ..run.folder import RunFolder
 from ..run.child import emit
 from ..run.shell import run_learner
 from ..run.stop import Stopped
-from .config import RunConfig, resolve
+from .config import TrainConfig, resolve
 from .prepare import check, make_processor, prepare
 from .trainer import Trainer, make_accelerator
 
 # %% ../../nbs/train/04_learner.ipynb #d0400006
 def train_cl(
-    cfg:RunConfig, # settings
+    cfg:TrainConfig, # settings
     say=print      # called with each line for the user; rank 0 only
 )->RunFolder:      # the folder with the run's records and checkpoints
     "Train and evaluate along a stream; continues a run that was stopped or killed. `Stopped` when a signal ends it."
@@ -44,7 +44,7 @@ class Imitation:
     "One policy, one stream, one algorithm."
     files = ("state", "algo")   # a checkpoint's state.safetensors and algo.safetensors
     def __init__(self,
-        cfg:RunConfig # resolved settings
+        cfg:TrainConfig # resolved settings
     ):
         self.cfg,self.stream = cfg,check(cfg)
         self.acc = make_accelerator(cfg)

@@ -30,13 +30,13 @@ from ..policies.all import check_policy
 from ..policies.weights import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
-from .config import RunConfig, stream_for
+from .config import TrainConfig, stream_for
 from ..run.child import emit
 
 # %% ../../nbs/train/03_prepare.ipynb #f6932d57
 def check_strategy(
     algo,         # a `CLAlgorithm`; `zero3` = False says that it reads whole parameters between the steps
-    cfg:RunConfig # strategy, num_processes, machines, ema
+    cfg:TrainConfig # strategy, num_processes, machines, ema
 ):
     "Raise ValueError when processes cannot share the work in the way that is asked for."
     n = world_of(cfg)
@@ -52,7 +52,7 @@ def check_strategy(
 
 # %% ../../nbs/train/03_prepare.ipynb #e0300002
 def check_init(
-    cfg:RunConfig # init_from, model, image_size, chunk, head
+    cfg:TrainConfig # init_from, model, image_size, chunk, head
 ):
     "ValueError when the run cannot start from the weights that `init_from` names."
     path = Path(cfg.init_from)
@@ -77,7 +77,7 @@ def check_init(
 
 # %% ../../nbs/train/03_prepare.ipynb #160f137c
 def check(
-    cfg:RunConfig # resolved settings
+    cfg:TrainConfig # resolved settings
 )->Stream:        # the stream that they name
     "Look up every name of a config; ValueError says what was probably meant."
     check_machine(cfg)
@@ -134,13 +134,13 @@ DEMO_SEED = 0  # of the demonstrations' noise; the run's seed does not change th
 
 def demo_dir(
     task:Task,    # what is demonstrated
-    cfg:RunConfig # n_demos, image_size, data_dir
+    cfg:TrainConfig # n_demos, image_size, data_dir
 )->Path:          # where its data set and frame store are kept
     "The folder of a task's demonstrations."
     name = f"{task.id}-n{cfg.n_demos}-{cfg.image_size}px{kind_of(task).folder(task.env)}"
     return Path(cfg.data_dir)/task.env["kind"]/re.sub(r"[^\w.+-]", "_", name)
 
-def _places(task:Task, cfg:RunConfig, stream:str)->tuple:
+def _places(task:Task, cfg:TrainConfig, stream:str)->tuple:
     "Folder of a task, its frame store, and what is there when both are whole."
     out = Path(cfg.data_dir)/"lerobot"/stream/task.id if _read(task) else demo_dir(task, cfg)
     frames = out if _read(task) else out/"frames"
@@ -148,7 +148,7 @@ def _places(task:Task, cfg:RunConfig, stream:str)->tuple:
 
 def make_store(
     task:Task,     # what is demonstrated
-    cfg:RunConfig, # n_demos, image_size, data_dir
+    cfg:TrainConfig, # n_demos, image_size, data_dir
     stream:str="", # name of the stream, for tasks that are read from data sets
     on_try=None,   # called after every try of the expert
     on_wait=None   # called while another process makes the same
@@ -178,7 +178,7 @@ def demo_worker(
         alive = lambda n=0: (send(sock, alive=n), trim())
         alive()
         with redirect_stdout(_Said(sock)):
-            make_store(Task(**job["task"]), RunConfig(**job["cfg"]), job["stream"], on_try=alive, on_wait=alive)
+            make_store(Task(**job["task"]), TrainConfig(**job["cfg"]), job["stream"], on_try=alive, on_wait=alive)
         send(sock, done=True)
 
 # %% ../../nbs/train/03_prepare.ipynb #5f008fb7
@@ -218,7 +218,7 @@ class _Makers:
 # %% ../../nbs/train/03_prepare.ipynb #dbd50c84
 def make_all_demos(
     tasks:list,    # of `Task`
-    cfg:RunConfig, # settings
+    cfg:TrainConfig, # settings
     say=print,     # told what is there
     on_wait=None,  # called several times a second; may raise, then the processes are ended at once
     stream:str=""  # name of the stream, for tasks that are read from data sets
@@ -256,7 +256,7 @@ def _round(makers, todo, done):
 # %% ../../nbs/train/03_prepare.ipynb #315b3bf8
 def prepare(
     stream:Stream, # tasks with their sources
-    cfg:RunConfig, # settings
+    cfg:TrainConfig, # settings
     say=print,     # told what is done
     on_wait=None   # called several times a second; may raise, then the processes are ended at once
 )->dict:           # task id -> FrameStore
@@ -269,7 +269,7 @@ def prepare(
 def make_processor(
     stream:Stream, # gives the first task
     stores:dict,   # task id -> FrameStore
-    cfg:RunConfig  # stats, state_norm, action_norm
+    cfg:TrainConfig  # stats, state_norm, action_norm
 )->Processor:      # frozen from here on
     "Statistics of all tasks, or of the first one only, and the processor made from them."
     of = list(stores.values()) if cfg.stats == "global" else [stores[stream.stages[0].task.id]]

@@ -20,7 +20,7 @@ from ..data.loader import TaskLoader
 from ..policies.base import param_groups
 from ..policies.ema import EMA
 from ..run.config import device_of
-from .config import RunConfig
+from .config import TrainConfig
 from .zero import make_zero
 
 # %% ../../nbs/train/01_trainer.ipynb #b631e1da
@@ -47,7 +47,7 @@ def set_lr(
 
 def make_optimizer(
     policy,        # its trained parameters are optimised, frozen ones stay out; may have `lr_of`
-    cfg:RunConfig  # lr, lr_floor, weight_decay
+    cfg:TrainConfig  # lr, lr_floor, weight_decay
 ):                 # AdamW
     "AdamW over the trained parameters, weight decay on matrices only; ValueError when there are none."
     if not any(p.requires_grad for p in policy.parameters()):
@@ -58,7 +58,7 @@ def make_optimizer(
 
 # %% ../../nbs/train/01_trainer.ipynb #eba85a97
 def make_accelerator(
-    cfg:RunConfig # device, precision, timeout
+    cfg:TrainConfig # device, precision, timeout
 )->Accelerator:   # one process, or this one of many when torch's launcher started it
     "accelerate's object; processes that wait for one another longer than `timeout` minutes end with an error."
     # one run after another, in other precisions
@@ -69,7 +69,7 @@ def make_accelerator(
 
 def make_engine(
     policy, optimizer,
-    cfg:RunConfig, # strategy
+    cfg:TrainConfig, # strategy
     acc:Accelerator
 ):                 # an `Engine`, whose `model` is what the training forward calls
     "One process or DDP through accelerate, or DeepSpeed's ZeRO."
@@ -81,7 +81,7 @@ def make_engine(
 class Trainer:
     "Trains one policy along a stream with one algorithm."
     def __init__(self,
-        cfg:RunConfig, # settings
+        cfg:TrainConfig, # settings
         stream,        # `Stream`: which tasks, in which order
         data,          # `TaskData` with all tasks
         policy,        # see policies.base
