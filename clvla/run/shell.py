@@ -47,7 +47,7 @@ def learn(
 ):
     "Learn the stages that are left, save and measure after each."
     learner = shell.learner
-    learner.build(shell, checkpoint := shell.newest())
+    learner.build(shell, checkpoint := shell.newest_checkpoint())
     shell.restore(checkpoint)
     t,step = learner.position
     if step is None: learner.evaluate(t-1)   # -1: before training; else it completes an interrupted evaluation
@@ -122,7 +122,7 @@ class Shell:
         self.acc.wait_for_everyone()
         return "done" if self.run.done else status
 
-    def spent(self, phase:str, seconds:float):
+    def add_cost(self, phase:str, seconds:float):
         "Add the seconds of a phase to cost.json."
         if self.rank == 0: self.cost.add(phase, seconds)
 
@@ -156,7 +156,7 @@ def training(self:Shell):
     start,before = time.monotonic(),aside()
     self.saved_time = start
     try: yield
-    finally: self.spent("training", time.monotonic()-start-(aside()-before))
+    finally: self.add_cost("training", time.monotonic()-start-(aside()-before))
 
 # %% ../../nbs/run/08_shell.ipynb #b080000e
 @patch
@@ -167,7 +167,7 @@ def save(self:Shell)->Path|None:
     save_state(path/f"generators-{self.rank}.safetensors", global_rng_state())
     self.acc.wait_for_everyone()
     self.saved_time,self.saved_position = time.monotonic(),learner.position
-    with learner.whole():
+    with learner.gather_weights():
         if self.rank: return None
         self.run.sync()
         def others(folder):
@@ -176,7 +176,7 @@ def save(self:Shell)->Path|None:
             for r in range(self.world): shutil.copy(path/f"generators-{r}.safetensors", folder)
         out = save_checkpoint(path/"checkpoints", name_of(learner), states["state"], documents(self), learner.write, others)
     prune(path/"checkpoints", self.cfg.keep)
-    self.spent("checkpoints", time.monotonic()-start)
+    self.add_cost("checkpoints", time.monotonic()-start)
     return out
 
 def name_of(learner)->str:
@@ -196,7 +196,7 @@ def documents(shell:Shell)->dict:
 
 # %% ../../nbs/run/08_shell.ipynb #b0800010
 @patch
-def between(self:Shell):
+def save_if_due(self:Shell):
     "End here if asked to; save if it is time. The learner calls it between two updates."
     cfg = self.cfg
     t,step = self.learner.position
@@ -216,7 +216,7 @@ def bad_update(self:Shell, record:dict):
 
 # %% ../../nbs/run/08_shell.ipynb #b0800012
 @patch
-def newest(self:Shell)->Path|None:
+def newest_checkpoint(self:Shell)->Path|None:
     "The newest whole checkpoint, the same for all processes."
     root,name = self.run.path/"checkpoints",""
     if self.rank == 0 and root.exists():
@@ -237,7 +237,7 @@ def restore(self:Shell, checkpoint:Path|None):
     learner = self.learner
     seed_global_rng(self.cfg.seed, "global", self.rank)
     if checkpoint is not None:
-        # `newest` has compared the hashes here; another process may see another disk
+        # `newest_checkpoint` has compared the hashes here; another process may see another disk
         if self.rank: load_checkpoint(checkpoint)
         names = [p.stem for p in checkpoint.glob("*.safetensors") if p.stem in learner.files]
         learner.load_state_dict({k: load_state(checkpoint/f"{k}.safetensors") for k in names})

@@ -60,7 +60,7 @@ class Imitation:
         return (self.trainer.t if self.trainer else 0),(ctx.step if ctx else None)
 
     def fit(self, stage): self.trainer.fit(*stage)
-    def whole(self): return self.trainer.engine.whole()
+    def gather_weights(self): return self.trainer.engine.gather_weights()
     def summary(self): return dict(stages=len(self.stages), skipped_updates=self.trainer.skipped)
     def close(self):
         if self.trainer: self.trainer.close()
@@ -72,7 +72,7 @@ class Imitation:
 # %% ../../nbs/train/04_learner.ipynb #d0400009
 @patch
 def build(self:Imitation,
-    shell,          # whose `between` the trainer calls
+    shell,          # whose `save_if_due` the trainer calls
     checkpoint=None # folder whose weights are loaded
 ):
     "Make data, statistics, policy, algorithm and trainer."
@@ -92,7 +92,7 @@ def build(self:Imitation,
     if checkpoint is not None:
         self.trainer.prepare(read_json(checkpoint/"position.json")["t"])   # what the algorithm had added by then
         load_weights(policy, checkpoint)
-    self.trainer.between,self.trainer.on_bad = shell.between,shell.bad_update
+    self.trainer.save_if_due,self.trainer.on_bad = shell.save_if_due,shell.bad_update
     self.trainer.curve = lambda t, name, step: self.evaluate(t, step)
     if shell.rank == 0: self.write_stream()
 
@@ -139,7 +139,7 @@ def stores(self:Imitation)->dict:
     else:
         while not shell.check_stop(): pass  # each call waits for the first process
         made = prepare(self.stream, self.cfg, shell.say)
-    shell.spent("demonstrations", time.monotonic()-start)
+    shell.add_cost("demonstrations", time.monotonic()-start)
     return made
 
 # %% ../../nbs/train/04_learner.ipynb #d040000d
@@ -227,7 +227,7 @@ def play(self:Imitation,
     if actions: film_firsts(firsts(records), actions, [self.stream[i] for i in tasks],
                             shell.run.path/"videos"/f"{t:03d}-{name}", seed=POOL_SEED, enough=lambda: shell.stop.requested)
     self.acc.wait_for_everyone()
-    shell.spent("evaluation", time.monotonic()-start)
+    shell.add_cost("evaluation", time.monotonic()-start)
     return sum(r["success"] for r in records)/max(1, len(records))
 
 @patch
