@@ -13,7 +13,6 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from multiprocessing.connection import wait as readable
 from pathlib import Path
-import torch
 from ..cl.all import make_algo
 from ..core.names import require
 from ..core.config import config_json
@@ -30,6 +29,7 @@ from ..policies.all import check_policy
 from ..policies.weights import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
+from ..run.folder import check_folder
 from .config import TrainConfig, stream_for
 from ..run.child import emit
 
@@ -81,6 +81,7 @@ def check(
 )->Stream:        # the stream that they name
     "Look up every name of a config; ValueError says what was probably meant."
     check_machine(cfg)
+    check_folder(cfg.data_dir, "data_dir")
     # the data, which are not there yet, say how many discrete actions there are
     check_policy(cfg, **(dict(action_dim=1, n_actions=2) if cfg.head == "discrete" else {}))  # builds none
     algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
