@@ -84,8 +84,10 @@ def typed(
     if "float" in str(wanted) and type(v) is int and abs(v) < 1e300: v = float(v)
     text = wanted.__name__ if isinstance(wanted, type) else wanted
     allowed = wanted.__args__ if "|" in str(wanted) else (wanted,)
-    if type(v) not in allowed: raise ValueError(f"parameter {name!r}: found {v!r} ({type(v).__name__}), expected {text}")
-    if type(v) is float and not math.isfinite(v): raise ValueError(f"parameter {name!r}: found {v!r}, expected a finite {text}")
+    if type(v) not in allowed:
+        raise ValueError(f"parameter {name!r}: found {v!r} ({type(v).__name__}), expected {text}")
+    if type(v) is float and not math.isfinite(v):
+        raise ValueError(f"parameter {name!r}: found {v!r}, expected a finite {text}")
     return v
 
 def literal(
@@ -145,7 +147,8 @@ def settings_of(
     if getattr(thing, "__init__", None) is object.__init__: return {}
     args = inspect.signature(thing).parameters.values()
     wanted = lambda p: object if p.annotation is p.empty else p.annotation
-    return {p.name: wanted(p) for p in args if p.name not in without and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    starred = lambda p: p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    return {p.name: wanted(p) for p in args if p.name not in without and not starred(p)}
 
 SIMPLE = {"int", "float", "bool", "str", "None", "list", "dict", "tuple"}
 
@@ -206,7 +209,7 @@ def check_machine(
     gpus:int=None,  # number of GPUs; torch is asked if None
     cores:int=0,    # number of cores; the system is asked if 0
     machine_gb=0.,  # memory; the system is asked if 0
-    process_gb=0.   # memory of one training process; that of this process if 0
+    process_gb=0.   # memory of one training process; that of this process, at most 1, if 0
 ):
     "ValueError for a device, a precision or a number of processes that this machine does not have."
     n = cfg.num_processes
@@ -221,14 +224,16 @@ def check_machine(
         raise ValueError(f"num_processes is {n} on each machine, and this one has {gpus} GPUs; use at most {gpus}, or "
                          "device 'cpu'")
     if not gpus and n > 4*cores:
-        raise ValueError(f"num_processes is {n} on each machine, and this one has {cores} cores; use at most {4*cores} (four "
-                         f"to a core), {cores} are fastest")
-    machine_gb,process_gb = machine_gb or memory_gb(),process_gb or resident_gb()
+        raise ValueError(f"num_processes is {n} on each machine, and this one has {cores} cores; use at most {4*cores} "
+                         f"(four to a core), {cores} are fastest")
+    machine_gb = machine_gb or memory_gb()
+    process_gb = process_gb or min(1, resident_gb())
     if n > 1 and n*process_gb > machine_gb:
         raise ValueError(f"num_processes is {n} on each machine; each needs at least {process_gb:.1f} GB, together "
                          f"{n*process_gb:.0f} GB, and this machine has {machine_gb:.0f} GB; use at most "
                          f"{max(1, int(machine_gb/process_gb))}, or a machine with more memory")
 
+# %% ../../nbs/run/07_config.ipynb #411cd746
 def memory_gb()->float:
     "Memory of this machine, or of this container where it has less, GB."
     total = os.sysconf("SC_PAGE_SIZE")*os.sysconf("SC_PHYS_PAGES")

@@ -78,7 +78,8 @@ def check_changed(cfg):
     for name in cfg.plugins:
         entry = entries.get(Path(name).name)
         if entry is None:
-            raise ValueError(f"plugin {name!r} was not there when this run began; leave it out, or choose another run_dir")
+            raise ValueError(f"plugin {name!r} was not there when this run began; leave it out, or choose another "
+                             "run_dir")
         if "copy" in entry and _differs(name, entry):
             raise ValueError(f"plugin {name} has changed since this run began. To go on with the old one, put it back "
                              f"({entry['copy']} is its copy) or call `python -m clvla.run {cfg.run_dir}`; for the new one "
@@ -95,9 +96,11 @@ def changes(run_dir)->list:
         name,version = entry["name"],entry["id"]
         if "copy" in entry:
             if _differs(name, entry):
-                lines.append(f"plugin {name} has changed since this run began; the run goes on with its copy {entry['copy']}")
+                lines.append(f"plugin {name} has changed since this run began; the run goes on with its copy "
+                             f"{entry['copy']}")
             continue
         current = describe([name])
         if current and current[0]["id"] != version:
-            lines.append(f"plugin {name} was {version} when this run began and is now {current[0]['id']}; results may differ")
+            lines.append(f"plugin {name} was {version} when this run began and is now {current[0]['id']}; results may "
+                         "differ")
     return lines

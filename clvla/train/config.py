@@ -158,5 +158,5 @@ def check_batch(cfg:TrainConfig)->TrainConfig:
     parts = cfg.accumulation*world_of(cfg)
     if cfg.batch_size % parts == 0: return cfg
     check_machine(cfg)   # too many processes for this machine is the better reason
-    raise ValueError(f"batch_size {cfg.batch_size} cannot be split into {parts} micro-batches (accumulation x processes); "
-                     "choose a multiple")
+    raise ValueError(f"batch_size {cfg.batch_size} cannot be split into {parts} micro-batches (accumulation x "
+                     "processes); choose a multiple")
