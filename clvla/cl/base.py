@@ -110,6 +110,7 @@ class CLContext:
     out:dict|None = None           # second result of the policy's forward
     loss:Tensor|None = None        # first result: the mean loss, without penalty
     penalty:Tensor|None = None     # what `compute_penalty` returned
+    average:object = None          # average of the weights (`policies.ema.EMA`); None: the run keeps none
     def __post_init__(self): self.bind(Process())
 
 # %% ../../nbs/cl/00_base.ipynb #1b1b79b4
@@ -160,6 +161,11 @@ def moments(self:CLContext, p)->dict:
 def writing(self:CLContext):
     "Around code that writes weights: the engine takes over what stands there afterwards."
     return self._engine.whole(write=True)
+
+@patch
+def restart_average(self:CLContext):
+    "Let the average of the weights begin anew at the present ones, after an algorithm has overwritten some."
+    if self.average: self.average.restart(self.policy)
 
 # %% ../../nbs/cl/00_base.ipynb #5c33c860
 @patch
