@@ -149,7 +149,8 @@ def prepare(self:Trainer,
     for k in range(self.prepared, t+1): self.algo.prepare(self.policy, k, self.stream)
     self.prepared = max(self.prepared, t+1)
     after = self.params
-    if self._engine is None or [*before.items()] == [*after.items()]: return
+    same = list(before) == list(after) and all(after[n] is before[n] for n in after)
+    if self._engine is None or same: return
     moments = self.engine.state_dict(before)
     self.close()
     self.engine.load_state_dict(after, {n: m for n,m in moments.items() if after.get(n) is before[n]})
@@ -163,10 +164,10 @@ def begin(self:Trainer,
 ):
     "Make loader, context and average of a stage."
     loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
-    ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
-                    task_id=name, t=t, n_steps=self.n_steps)
-    self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
     self.ema = EMA(self.policy, self.cfg.ema) if self.cfg.ema else None
+    ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
+                    task_id=name, t=t, n_steps=self.n_steps, average=self.ema)
+    self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
 
 # %% ../../nbs/train/01_trainer.ipynb #dc3e1a5b
 @patch
