@@ -60,6 +60,7 @@ class TaskLoRA(CLAlgorithm):
         self.start,self.sets,self.live = {},{},None # a set's first values; task id -> set; the task under way
 
     def prepare(self, policy, t, stream):
+        if t == 0: _check_rank(policy, self.rank)
         first = 1 if self.trunk == "first" else 0
         if t < first: return
         if t == first:
@@ -91,6 +92,13 @@ class TaskLoRA(CLAlgorithm):
     def load_state_dict(self, state): self.start,self.sets,self.live = state["start"],state["sets"],state["live"]
 
 # %% ../../nbs/cl/15_task_lora.ipynb #50df5658
+def _check_rank(policy, rank:int):
+    "ValueError for a rank that is larger than every layer with an adapter, before the first task is trained."
+    sides = [min(policy.get_submodule(n).weight.shape) for n in policy.lora_targets()]
+    if sides and rank > max(sides):
+        raise ValueError(f"rank {rank} is larger than every layer: the widest layer that gets an adapter has a smaller side "
+                         f"of {max(sides)}; choose at most {max(sides)} (8 is usual)")
+
 def trained_set(policy)->dict:
     "Copies of the trained parameters by name: adapters and head."
     return {n: p.detach().clone() for n,p in policy.named_parameters() if p.requires_grad}

@@ -119,6 +119,9 @@ class Tiny(Policy):
         check_head(cls.__name__, config["head"], config["action_dim"], config["n_actions"])
         return config
 
+    @classmethod
+    def largest_rank(cls, **config): return cls.check(**config)["D"]   # the attention's matrices are (D,D)
+
     def encode(self, obs, tokens=False):
         x,mask,spans = embed(self, obs)
         for block in self.blocks[:-1]: x = block(x, mask[:,None,None])
