@@ -66,7 +66,8 @@ def compare(alone, both):
     assert [l["drawn"] for l in alone.logs() if "drawn" in l] == [l["drawn"] for l in both.logs() if "drawn" in l]
     a,b = last_weights(alone),last_weights(both)
     assert a.keys() == b.keys()
-    return {k: float((a[k].float()-b[k].float()).abs().max()) for k in a}
+    # a key's bias adds the same number to all scores of a query: its gradient is rounding, and AdamW makes steps of it
+    return {k: float((a[k].float()-b[k].float()).abs().max()) for k in a if not k.endswith(("kv.bias", "kv.base.bias"))}
 
 @pytest.mark.parametrize("name", ZERO)
 def test_an_algorithm_under_zero_gives_the_numbers_of_one_process(one, two, name):
