@@ -147,6 +147,7 @@ def params(self:CLContext)->dict:
         "some of them")
     return ps
 
+# %% ../../nbs/cl/00_base.ipynb #ec7d5efe
 @patch
 def forward(self:CLContext, batch, **kw)->tuple:
     "Loss and outputs of the policy, in the precision of training; `kw` as in `policy.forward`."

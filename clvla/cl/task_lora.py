@@ -72,32 +72,37 @@ class TaskLoRA(CLAlgorithm):
     def on_task_end(self, ctx):
         if self.start: self.sets[ctx.task_id] = trained_set(ctx.policy)
 
-    @contextmanager
-    def eval_policy(self, policy, task_id):
-        trained = [p for p in policy.parameters() if p.requires_grad]
-        now = trained_set(policy) if self.start and task_id != self.live else {}
-        if now: write_set(policy, self.sets.get(task_id, self.start))
-        for p in trained: p.requires_grad_(False) # torch multiplies frozen weights in another order of sums: always so
-        try: yield
-        finally:
-            for p in trained: p.requires_grad_(True)
-            write_set(policy, now)
-
-    def eval_key(self, task_id):
-        if not self.start or task_id == self.live: return "live"
-        return task_id if task_id in self.sets else "trunk"
-
     def metrics(self): return dict(sets=float(len(self.sets)))
     def state_dict(self): return dict(start=self.start, sets=self.sets, live=self.live)
     def load_state_dict(self, state): self.start,self.sets,self.live = state["start"],state["sets"],state["live"]
+
+# %% ../../nbs/cl/15_task_lora.ipynb #bb793b60
+@patch
+@contextmanager
+def eval_policy(self:TaskLoRA, policy, task_id):
+    "Inside it, the policy has the set of the task."
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    now = trained_set(policy) if self.start and task_id != self.live else {}
+    if now: write_set(policy, self.sets.get(task_id, self.start))
+    for p in trained: p.requires_grad_(False) # torch multiplies frozen weights in another order of sums: always so
+    try: yield
+    finally:
+        for p in trained: p.requires_grad_(True)
+        write_set(policy, now)
+
+@patch
+def eval_key(self:TaskLoRA, task_id):
+    "Which set a task is played with."
+    if not self.start or task_id == self.live: return "live"
+    return task_id if task_id in self.sets else "trunk"
 
 # %% ../../nbs/cl/15_task_lora.ipynb #50df5658
 def _check_rank(policy, rank:int):
     "ValueError for a rank that is larger than every layer with an adapter, before the first task is trained."
     sides = [min(policy.get_submodule(n).weight.shape) for n in policy.lora_targets()]
     if sides and rank > max(sides):
-        raise ValueError(f"rank {rank} is larger than every layer: the widest layer that gets an adapter has a smaller side "
-                         f"of {max(sides)}; choose at most {max(sides)} (8 is usual)")
+        raise ValueError(f"rank {rank} is larger than every layer: the widest layer that gets an adapter has a "
+                         f"smaller side of {max(sides)}; choose at most {max(sides)} (8 is usual)")
 
 def trained_set(policy)->dict:
     "Copies of the trained parameters by name: adapters and head."

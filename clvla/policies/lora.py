@@ -53,9 +53,9 @@ def check_rank(
 ):
     "ValueError for a rank that is larger than every layer."
     if rank > largest:
-        raise ValueError(f"lora_rank {rank} is larger than every layer: the widest layer that gets an adapter has a smaller "
-                         f"side of {largest}; choose at most {largest} (8 or 16 are usual), or lora_rank 0, which trains "
-                         "every weight")
+        raise ValueError(f"lora_rank {rank} is larger than every layer: the widest layer that gets an adapter has a "
+                         f"smaller side of {largest}; choose at most {largest} (8 or 16 are usual), or lora_rank 0, "
+                         "which trains every weight")
 
 # %% ../../nbs/policies/04_lora.ipynb #d4a54f49
 def adapted(

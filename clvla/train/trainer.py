@@ -203,7 +203,7 @@ def fit(self:Trainer,
 # %% ../../nbs/train/01_trainer.ipynb #7ba260c4
 @patch
 def look(self:Trainer, loss)->bool:
-    "Is this update good? The guard of `cl_step`; FloatingPointError when the run ends here. Keeps mean loss and penalty."
+    "Is this update good? The guard of `cl_step`; FloatingPointError when the run ends here. Notes the means."
     cfg,ctx,norm = self.cfg,self.ctx,self.loop.grad_norm
     if cfg.precision == "fp16":  # its scaler leaves such updates out and lowers the scale: expected now and then
         self.overflows = 0 if norm.isfinite() else self.overflows+1
