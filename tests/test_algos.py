@@ -6,7 +6,8 @@ from clvla.core.names import ACTION, IMAGE, N_ACTIONS, PAD, PROMPT, STATE
 from clvla.core.state import load_state, read_tensors, save_state
 from clvla.cl.agem import AGEM, dot, project
 from clvla.cl.all import algos, make_algo
-from clvla.cl.base import CLContext, Compose, Process, call_hook, flat, prepare_stages
+from clvla.cl.compose import Compose
+from clvla.cl.base import CLContext, Process, call_hook, flat, prepare_stages
 from clvla.cl.derpp import DERpp, output_error
 from clvla.cl.engine import cl_step
 from clvla.cl.er import ER
