@@ -53,7 +53,8 @@ def at_place(
 # %% ../../nbs/core/00_names.ipynb #e1a0b004
 class Registry(dict):
     "Names and what they stand for; an entry that is given as \"module:name\" is imported when it is first asked for."
-    added = []   # (module, registry, name) of every `registry[name] = entry`; `plugins` takes out what a file had put in
+    # (module, registry, name) of every `registry[name] = entry`; `plugins` takes out what a file had put in
+    added = []
     def __init__(self, what:str, /, **entries):
         self.what = what
         super().__init__(**entries)
