@@ -1,7 +1,8 @@
 """Ranks that train several runs one after another: `python -m torch.distributed.run ... ranks_serve.py CONFIGS.json`.
 
 Starting a launcher, two interpreters, torch and DeepSpeed takes longer than a small run. The runs of a list share them here;
-each of them is a call of `train_cl` in every rank, as in a run of its own. A run that fails ends the list.
+each of them is a call of `train_cl` in every rank, as in a run of its own. A run that fails ends the list, unless its entry
+says `lost_at`, a stage and an update after which every rank fails: the next entry of the same folder continues it.
 """
 import json
 import os
@@ -12,12 +13,27 @@ import torch
 
 from clvla.train.config import TrainConfig
 from clvla.train.learner import train_cl
+from clvla.train.trainer import Trainer
+
+
+class Lost(Exception): pass
+
+
+def train(lost_at=None, **settings):
+    report = Trainer.report
+    def fail(self, ctx, *args):
+        report(self, ctx, *args)
+        if [ctx.t, ctx.step] == lost_at: raise Lost
+    Trainer.report = fail
+    try: train_cl(TrainConfig(**settings), say=len)
+    except Lost: torch.distributed.barrier()
+    finally: Trainer.report = report
 
 
 def main(path):
     leave = torch.distributed.destroy_process_group
     torch.distributed.destroy_process_group = torch.distributed.barrier   # the next run uses the same processes
-    for settings in json.loads(Path(path).read_text()): train_cl(TrainConfig(**settings), say=len)
+    for settings in json.loads(Path(path).read_text()): train(**settings)
     leave()
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed keeps gloo's threads alive, and on a busy machine they abort an interpreter that ends

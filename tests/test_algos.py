@@ -6,7 +6,8 @@ from clvla.core.names import ACTION, IMAGE, N_ACTIONS, PAD, PROMPT, STATE
 from clvla.core.state import load_state, read_tensors, save_state
 from clvla.cl.agem import AGEM, dot, project
 from clvla.cl.all import algos, make_algo
-from clvla.cl.base import CLContext, Compose, Process, call_hook, flat, prepare_stages
+from clvla.cl.compose import Compose
+from clvla.cl.base import CLContext, Process, call_hook, flat, prepare_stages
 from clvla.cl.derpp import DERpp, output_error
 from clvla.cl.engine import cl_step
 from clvla.cl.er import ER
@@ -373,6 +374,27 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("task_lora", dict(alpha=0), "alpha"), ("task_lora", dict(trunk="none"), "trunk")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
+
+@pytest.mark.parametrize("trunk", ["first", "pretrained"])
+def test_a_rank_larger_than_every_layer_is_refused_before_the_first_task(trunk):
+    loop = quick_loop(STREAM)
+    with pytest.raises(ValueError, match="rank 65 .* at most 64"): start(TaskLoRA(65, trunk=trunk), loop, 0, 1)
+    start(TaskLoRA(64, trunk=trunk), loop, 0, 1)
+
+@pytest.mark.parametrize("share", [None, .5])
+def test_the_average_begins_anew_when_packnet_prunes(share):
+    packnet,loop,free = PackNet(share),quick_loop(STREAM),[]
+    start(packnet, loop, 0, 12)
+    loop.ctx.average = average = EMA(loop.ctx.policy, .9)
+    call_hook(packnet, "on_task_start", loop.ctx)
+    for _ in range(12):
+        was = packnet.pruned
+        cl_step(packnet, loop, 32)
+        now = {n: p.detach() for n,p in loop.ctx.params().items()}
+        if packnet.pruned and not was: assert average.s == 0 and same(average.shadow, now)
+        average.update(loop.ctx.policy)
+        free.append(sum(float(average.shadow[n][o == 0].abs().sum()) for n,o in packnet.owner.items()))
+    assert average.s == 5 and free[6] > 0 and free[7:] == [0.]*5    # pruned after the eighth of twelve updates
 
 @pytest.mark.parametrize("name", FIVE)
 def test_five_on_the_menu_forget_less_than_fine_tuning(name):

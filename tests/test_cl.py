@@ -4,7 +4,8 @@ import numpy as np, pytest, torch
 from clvla.core.state import load_state, save_state
 from clvla.core.batch import take, torch_rng
 from clvla.cl.all import algo_settings, algos, make_algo
-from clvla.cl.base import (CLAlgorithm, CLContext, Compose, call_hook, check_choice, check_count, check_flag,
+from clvla.cl.compose import Compose
+from clvla.cl.base import (CLAlgorithm, CLContext, call_hook, check_choice, check_count, check_flag,
     check_number, flat, unflat)
 from clvla.cl.buffer import Reservoir, TaskBuffer, draw_positions, quotas, slots
 from clvla.cl.engine import Engine, Loop, cl_step, unwrap_optimizer

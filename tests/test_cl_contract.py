@@ -7,7 +7,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from clvla.cl.base import CLAlgorithm, Compose, Process, flat, prepare_stages, unflat
+from clvla.cl.compose import Compose
+from clvla.cl.base import CLAlgorithm, Process, flat, prepare_stages, unflat
 from clvla.cl.engine import cl_step
 from clvla.cl.er import ER
 from clvla.cl.ewc import EWC

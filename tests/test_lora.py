@@ -136,6 +136,9 @@ def test_arguments_that_cannot_be(monkeypatch):
     p = small()
     for rank,alpha in ((0, 8.), (-1, 8.), (2, 0.)):
         with pytest.raises(ValueError, match="rank >= 1"): add_lora(p, rank, alpha)
+    before = bits(p)
+    with pytest.raises(ValueError, match="lora_rank 9999 .* choose at most"): add_lora(p, 9999, 8.)   # also of a family that does not know before
+    assert same(before, bits(p)) and not p.lora
     class Bare(Policy):
         def __init__(self): super().__init__(dict(H=8, action_dim=4)); self.head = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="no linear layer"): add_lora(Bare(), 2)

@@ -346,9 +346,10 @@ class Run:
 
 def test_a_runs_settings_are_checked_without_building(monkeypatch):
     monkeypatch.setattr(Tiny, "__init__", functools.wraps(Tiny.__init__)(lambda self, **kw: pytest.fail("built")))
-    check_policy(Run()); check_policy(Run(head="discrete")); check_policy(Run(head="discrete"), action_dim=1, n_actions=7)
+    check_policy(Run()); check_policy(Run(lora_rank=96)); check_policy(Run(head="discrete")); check_policy(Run(head="discrete"), action_dim=1, n_actions=7)
     for kw,match in [(dict(model="tinny"), "did you mean 'tiny'"), (dict(model_kw=dict(D="big")), "'big'"), (dict(model_kw=dict(H=3)), "leave it out"),
-                     (dict(image_size=50), "takes 32")]:
+                     (dict(image_size=50), "takes 32"), (dict(lora_rank=100000), "lora_rank 100000 .* at most 96"),
+                     (dict(lora_rank=129, model_kw=dict(D=128)), "at most 128")]:
         with pytest.raises(ValueError, match=match): check_policy(Run(**kw))
 
 def test_cameras_of_different_sizes():

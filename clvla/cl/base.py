@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CLAlgorithm', 'scope_ids', 'prepare_stages', 'check_choice', 'check_count', 'check_number', 'check_flag', 'Process',
-           'CLContext', 'flat', 'unflat', 'call_hook', 'Compose']
+           'CLContext', 'flat', 'unflat', 'call_hook']
 
 # %% ../../nbs/cl/00_base.ipynb #5d718161
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 import torch
 from fastcore.basics import patch
@@ -110,6 +110,7 @@ class CLContext:
     out:dict|None = None           # second result of the policy's forward
     loss:Tensor|None = None        # first result: the mean loss, without penalty
     penalty:Tensor|None = None     # what `compute_penalty` returned
+    average:object = None          # average of the weights (`policies.ema.EMA`); None: the run keeps none
     def __post_init__(self): self.bind(Process())
 
 # %% ../../nbs/cl/00_base.ipynb #1b1b79b4
@@ -146,6 +147,7 @@ def params(self:CLContext)->dict:
         "some of them")
     return ps
 
+# %% ../../nbs/cl/00_base.ipynb #ec7d5efe
 @patch
 def forward(self:CLContext, batch, **kw)->tuple:
     "Loss and outputs of the policy, in the precision of training; `kw` as in `policy.forward`."
@@ -160,6 +162,11 @@ def moments(self:CLContext, p)->dict:
 def writing(self:CLContext):
     "Around code that writes weights: the engine takes over what stands there afterwards."
     return self._engine.gather_weights(write=True)
+
+@patch
+def restart_average(self:CLContext):
+    "Let the average of the weights begin anew at the present ones, after an algorithm has overwritten some."
+    if self.average: self.average.restart(self.policy)
 
 # %% ../../nbs/cl/00_base.ipynb #5c33c860
 @patch
@@ -283,77 +290,3 @@ def call_hook(
     except Exception as e:
         e.add_note(f"in {type(algo).__name__}.{hook}, task {ctx.task_id!r}, step {ctx.step}")
         raise
-
-# %% ../../nbs/cl/00_base.ipynb #f68147cb
-class Compose(CLAlgorithm):
-    "Several algorithms as one; ValueError when they need different loaders."
-    def __init__(self, *algos:CLAlgorithm):
-        scopes = {a.scope for a in algos}-{"current"}
-        if len(scopes) > 1: raise ValueError(f"algorithms with scopes {sorted(scopes)} cannot share one loader; "
-            f"keep one of them")
-        self.algos = algos
-        self.scope = scopes.pop() if scopes else "current"
-        self.zero3 = all(a.zero3 for a in algos)
-
-    def each(self, hook, ctx, *args)->list: return [call_hook(a, hook, ctx, *args) for a in self.algos]
-    def on_task_start(self, ctx): self.each("on_task_start", ctx)
-    def observe(self, batch, ctx): self.each("observe", ctx, batch)
-    def modify_batch(self, batch, ctx):
-        for a in self.algos: batch = call_hook(a, "modify_batch", ctx, batch)
-        return batch
-    def compute_penalty(self, ctx):
-        penalties = [p for p in self.each("compute_penalty", ctx) if p is not None]
-        return sum(penalties[1:], penalties[0]) if penalties else None
-    def after_backward(self, ctx): self.each("after_backward", ctx)
-    def after_step(self, ctx): self.each("after_step", ctx)
-    def on_task_end(self, ctx): self.each("on_task_end", ctx)
-
-# %% ../../nbs/cl/00_base.ipynb #e510227c
-@patch
-def check(self:Compose, B:int):
-    "Check each."
-    for a in self.algos: a.check(B)
-
-@patch
-def prepare(self:Compose, policy, t:int, stream):
-    "Let each prepare the policy, in turn."
-    for a in self.algos: a.prepare(policy, t, stream)
-
-@patch
-def n_task_samples(self:Compose, B:int)->int:
-    "What the replayed samples of all leave of `B`; ValueError when that is nothing."
-    n = B - sum(B - a.n_task_samples(B) for a in self.algos)
-    if n < 1: raise ValueError(f"the algorithms ask for {B-n} replayed samples in a batch of {B}; lower "
-        f"their replay_ratio")
-    return n
-
-@patch
-@contextmanager
-def eval_policy(self:Compose, policy, task_id):
-    "Inside it, the `eval_policy` of each holds."
-    with ExitStack() as stack:
-        for a in self.algos: stack.enter_context(a.eval_policy(policy, task_id))
-        yield
-
-@patch
-def eval_key(self:Compose, task_id):
-    "The keys of all; None when each is None."
-    keys = tuple(a.eval_key(task_id) for a in self.algos)
-    return None if all(k is None for k in keys) else keys
-
-# %% ../../nbs/cl/00_base.ipynb #a68c034e
-@patch
-def metrics(self:Compose)->dict:
-    "Metrics of each, with its place and name in front, as in 0/er/buffer."
-    return {f"{i}/{type(a).__name__.lower()}/{k}": v
-            for i,a in enumerate(self.algos) for k,v in a.metrics().items()}
-
-@patch
-def state_dict(self:Compose)->dict:
-    "The states of all, by place."
-    return {str(i): a.state_dict() for i,a in enumerate(self.algos)}
-
-@patch
-def load_state_dict(self:Compose, state):
-    "Restore each."
-    for i,a in enumerate(self.algos): a.load_state_dict(state[str(i)])

@@ -89,6 +89,7 @@ def prune(self:PackNet, ctx):
     for n,owner in self.owner.items(): owner[largest(params[n], owner == 0, self.share_of(ctx.t))] = self.k
     self.pruned = True
     self.clear(ctx, self.k)
+    ctx.restart_average()
 
 @patch
 def clear(self:PackNet,
@@ -105,7 +106,7 @@ def clear(self:PackNet,
 
 @patch
 def on_task_end(self:PackNet, ctx):
-    "Prune, where that was not done inside the task, and leave the free weights at zero."
+    "Prune, where that was not done inside the task, and leave the free weights and all moments at zero."
     if not self.pruned: self.prune(ctx)
     self.clear(ctx, 0)
 

@@ -82,7 +82,7 @@ def adamw_step(
 
 # %% ../../nbs/cl/02_probe.ipynb #0c14b559
 @patch
-def check_known(self:Engine):
+def _check_known(self:Engine):
     "ValueError unless this optimizer's step can be computed aside."
     adam = isinstance(self.raw, torch.optim.AdamW)
     unknown = ("amsgrad", "maximize") if adam else ("momentum", "weight_decay", "maximize")
@@ -98,7 +98,7 @@ def virtual_step(
 )->dict:        # name -> parameter after the step that the optimizer would take
     "The weights after a pretended update; nothing is changed."
     engine,theta = ctx._engine,{}
-    engine.check_known()
+    engine._check_known()
     scale = 1.
     if engine.max_norm: scale = (engine.max_norm/(nn.utils.get_total_norm(gs)+1e-6)).clamp(max=1)
     with torch.no_grad():

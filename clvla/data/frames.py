@@ -114,7 +114,8 @@ def _seal(path:Path, arrays:dict, prompts:list, source:dict, n_actions=None)->"F
     return FrameStore.open(path, verify=False)
 
 # %% ../../nbs/data/01_frames.ipynb #cdf34d1f
-META = dict(version=int, n_frames=int, n_episodes=int, prompts=list, episode_prompt=list, files=dict, source=dict, n_actions=int)
+META = dict(version=int, n_frames=int, n_episodes=int, prompts=list, episode_prompt=list, files=dict, source=dict,
+            n_actions=int)
 FILE = dict(file=str, shape=list, dtype=str, bytes=int, sha256=str)
 NDIM,KIND = {STATE: 2, ACTION: 2, "episode": 1},{"episode": ("int32",)}   # images: 4, uint8
 
@@ -133,7 +134,8 @@ def _check_meta(
     for k,o in files.items():
         entries(o, FILE, f"{at}, {k}", redo)
         if o["file"] != _file(k): raise ValueError(f"{at}: {k} lies in {o['file']!r}, expected {_file(k)!r}; {redo}")
-        image = k.startswith(IMAGES); kinds = ("uint8",) if image else KIND.get(k, ("float32", "int32", "uint8"))
+        image = k.startswith(IMAGES)
+        kinds = ("uint8",) if image else KIND.get(k, ("float32", "int32", "uint8"))
         if o["shape"][:1] != [n] or len(o["shape"]) != (4 if image else NDIM.get(k, len(o["shape"]))):
             raise ValueError(f"{at}: {k} has shape {o['shape']} in a store of {n} frames; {redo}")
         if o["dtype"] not in kinds: raise ValueError(f"{at}: {k} is {o['dtype']}, expected one of {kinds}; {redo}")
@@ -212,7 +214,9 @@ class FrameStore:
     @property
     def n_actions(self)->int|None: return self.meta.get("n_actions")   # None: actions are numbers
     @property
-    def sizes(self)->dict: return {k.removeprefix(IMAGES): v.shape[1] for k,v in self.images.items()}   # camera -> pixels
+    def sizes(self)->dict:
+        "Camera -> pixels."
+        return {k.removeprefix(IMAGES): v.shape[1] for k,v in self.images.items()}
     @property
     def image_size(self)->int: return self.images[self.cameras[0]].shape[1]
 

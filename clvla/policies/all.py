@@ -12,7 +12,7 @@ from ..core.names import IMAGE, Registry
 from ..core.seeds import seed_of
 from .base import Policy
 from .heads import heads
-from .lora import add_lora, check_frozen
+from .lora import add_lora, check_frozen, check_rank
 from .weights import init_weights, load_base, load_weights, note_frozen, read_policy
 
 # %% ../../nbs/policies/09_all.ipynb #16c68c88
@@ -84,12 +84,15 @@ def policy_arguments(
     return config | kw
 
 def check_policy(
-    cfg,     # as in `policy_arguments`
+    cfg,     # as in `policy_arguments`, perhaps with lora_rank
     **sizes  # of the data, as in `policy_arguments`, as far as they are known
 ):
     "ValueError when the policy that a run's settings name cannot be built; builds nothing."
     if cfg.head in heads and heads[cfg.head].discrete: sizes = dict(action_dim=1, n_actions=2) | sizes
-    policies[cfg.model].check(**policy_arguments(cfg, **sizes))
+    family,kw = policies[cfg.model],policy_arguments(cfg, **sizes)
+    family.check(**kw)
+    largest = family.largest_rank(**kw)
+    if largest is not None: check_rank(getattr(cfg, "lora_rank", 0), largest)
 
 # %% ../../nbs/policies/09_all.ipynb #9a3064c8
 def build_policy(

@@ -194,6 +194,13 @@ def lora_targets(self:Policy)->list:
     return [n for n,m in self.named_modules() if type(m) is nn.Linear and not f"{n}.".startswith("head.")
             and users[id(m.weight)] == 1]
 
+@patch(cls_method=True)
+def largest_rank(cls:Policy,
+    **config # arguments of the class
+)->int|None: # numbers
+    "The smaller side of the widest layer that would get an adapter; None where only the built policy knows."
+    return None
+
 @patch
 def lr_of(self:Policy,
     lr:float # the run's learning rate

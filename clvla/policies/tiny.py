@@ -8,6 +8,7 @@ __all__ = ['word_ids', 'hash_words', 'Keypoints', 'Eye', 'Block', 'Tiny', 'embed
 # %% ../../nbs/policies/02_tiny.ipynb #b891d4a4
 import functools, re, zlib
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from ..core.names import IMAGE, IMAGES, PROMPT, STATE
@@ -126,6 +127,12 @@ class Tiny(Policy):
         return Context(pooled=x[:,0], tokens=x if tokens else None, mask=mask, spans=spans)
 
     def prompt_length(self, text): return len(word_ids(text, self.config["n_rows"]))
+
+# %% ../../nbs/policies/02_tiny.ipynb #bdc6ad7f
+@patch(cls_method=True)
+def largest_rank(cls:Tiny, **config)->int:
+    "The width: the attention's matrices are `(D,D)`."
+    return cls.check(**config)["D"]
 
 # %% ../../nbs/policies/02_tiny.ipynb #a78693cb
 def embed(

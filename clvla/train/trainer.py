@@ -100,7 +100,7 @@ class Trainer:
         self.n_steps = 0                  # updates of this stage
         self.skipped = self.overflows = 0 # updates left out; fp16: gradients in a row that were not finite
         self.loop = self.ema = None       # of the stage that is under way
-        self.loss = self.lr = None        # of the last update
+        self.loss = self.penalty = self.lr = None # of the last update; means over all processes
         self._engine = None
         # called at the points of a learning curve; between updates; with the record of a bad update
         self.curve = self.save_if_due = self.on_bad = None
@@ -149,7 +149,8 @@ def prepare(self:Trainer,
     for k in range(self.prepared, t+1): self.algo.prepare(self.policy, k, self.stream)
     self.prepared = max(self.prepared, t+1)
     after = self.params
-    if self._engine is None or [*before.items()] == [*after.items()]: return
+    same = list(before) == list(after) and all(after[n] is before[n] for n in after)
+    if self._engine is None or same: return
     moments = self.engine.state_dict(before)
     self.close()
     self.engine.load_state_dict(after, {n: m for n,m in moments.items() if after.get(n) is before[n]})
@@ -163,10 +164,10 @@ def begin(self:Trainer,
 ):
     "Make loader, context and average of a stage."
     loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
-    ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
-                    task_id=name, t=t, n_steps=self.n_steps)
-    self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
     self.ema = EMA(self.policy, self.cfg.ema) if self.cfg.ema else None
+    ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
+                    task_id=name, t=t, n_steps=self.n_steps, average=self.ema)
+    self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
 
 # %% ../../nbs/train/01_trainer.ipynb #dc3e1a5b
 @patch
@@ -202,14 +203,15 @@ def fit(self:Trainer,
 # %% ../../nbs/train/01_trainer.ipynb #7ba260c4
 @patch
 def look(self:Trainer, loss)->bool:
-    "Is this update good? The guard of `cl_step`; FloatingPointError when the run ends here. Keeps the mean loss."
+    "Is this update good? The guard of `cl_step`; FloatingPointError when the run ends here. Notes the means."
     cfg,ctx,norm = self.cfg,self.ctx,self.loop.grad_norm
     if cfg.precision == "fp16":  # its scaler leaves such updates out and lowers the scale: expected now and then
         self.overflows = 0 if norm.isfinite() else self.overflows+1
         if self.overflows < 20: norm = loss
-    seen = torch.stack([loss.float(), (~(loss.isfinite() & norm.isfinite())).float()])
+    penalty = torch.zeros_like(loss) if ctx.penalty is None else ctx.penalty.detach()
+    seen = torch.stack([loss.float(), penalty.float().view_as(loss), (~(loss.isfinite() & norm.isfinite())).float()])
     if self.world > 1: seen = self.acc.reduce(seen, "sum")/self.world
-    self.loss,bad = seen.tolist()
+    self.loss,self.penalty,bad = seen.tolist()
     if not bad: return True
     self.skipped += 1
     if self.on_bad: self.on_bad(bad_update(self.loop, loss, self.lr))
@@ -248,7 +250,7 @@ def update(self:Trainer, ctx):
 @patch
 def report(self:Trainer, ctx, n_steps:int, rate:float):
     "Log one update."
-    penalty = {} if ctx.penalty is None else {"train/penalty": float(ctx.penalty.detach())}
+    penalty = {} if ctx.penalty is None else {"train/penalty": self.penalty}
     norm = {"train/grad_norm": float(self.loop.grad_norm)}
     last = ctx.step == n_steps
     # a skipped update has numbers that are not finite, which JSON cannot hold

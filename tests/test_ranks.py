@@ -1,0 +1,94 @@
+"The algorithms on two processes: the numbers of one under DDP, ZeRO-1 and ZeRO-2, or a refusal at the door; adapters that begin in a later stage."
+import json, os, signal, subprocess, sys
+from pathlib import Path
+import numpy as np, pytest
+from clvla.core.config import config_json
+from clvla.core.state import read_tensors
+from clvla.run.folder import RunFolder
+from clvla.run.shell import fingerprint
+from clvla.train.config import TrainConfig, resolve
+from clvla.train.learner import train_cl
+
+pytest.importorskip("deepspeed")
+SMALL = dict(suite="dot_2", n_demos=3, steps_per_task=8, warmup=1, batch_size=8, evaluate="none", n_workers=1, image_size=32, chunk=4,
+             model_kw=dict(D=32, n_blocks=1))
+FIVE = dict(agem=dict(buffer_size=50, n_ref=8), derpp=dict(buffer_size=50), lwf={}, packnet={}, task_lora=dict(rank=4))
+ZERO = {f"{name}-{strategy}": dict(algo=name, algo_kw=kw, strategy=strategy) for name,kw in FIVE.items() for strategy in ("zero1", "zero2")}
+LORA = {f"task_lora-{trunk}": dict(algo="task_lora", algo_kw=dict(rank=4, trunk=trunk), n_trials=2, evaluate="lower", rows_per_task=1)
+        for trunk in ("first", "pretrained")}
+LOST = dict(save_every=3, reset_optimizer=False)
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory): return tmp_path_factory.mktemp("ranks")
+
+def config(home, name, **kw): return resolve(TrainConfig(data_dir=str(home/"data"), run_dir=str(home/name), **(SMALL | kw)))
+
+@pytest.fixture(scope="module")
+def two(home):
+    "Run folders by name; one pair of processes makes them all."
+    runs = {name: config(home, name, num_processes=2, **kw) for name,kw in (ZERO | LORA).items()}
+    entries = [config_json(c) for c in runs.values()]
+    for strategy in ("ddp", "zero2"):
+        for name in ("whole", "lost"): runs[f"{name}-{strategy}"] = config(home, f"{name}-{strategy}", num_processes=2, strategy=strategy,
+                                                                          **(LORA["task_lora-first"] | LOST | dict(evaluate="none")))
+        again = config_json(runs[f"lost-{strategy}"])
+        entries += [config_json(runs[f"whole-{strategy}"]), again | dict(lost_at=[1, 5]), again]
+    (home/"configs.json").write_text(json.dumps(entries))
+    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(Path(__file__).parent/"ranks_serve.py"),
+           str(home/"configs.json")]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    p = subprocess.Popen(cmd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try: out = p.communicate(timeout=300)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        pytest.fail("two processes hang:\n"+p.communicate()[0][-4000:], pytrace=False)
+    assert p.returncode == 0, out[-6000:]
+    return {name: RunFolder(c.run_dir) for name,c in runs.items()}
+
+@pytest.fixture(scope="module")
+def one(home):
+    "Run folder of one process by settings, made when it is first asked for."
+    made = {}
+    def get(kw):
+        kw = {k: v for k,v in kw.items() if k != "strategy"}
+        key = json.dumps(kw, sort_keys=True)
+        if key not in made: made[key] = train_cl(config(home, f"one-{len(made)}", **kw), say=len)
+        return made[key]
+    return get
+
+def curve(run, key): return np.array([l[key] for l in run.logs() if key in l])
+def last_weights(run): return read_tensors(sorted((run.path/"checkpoints").glob("001-*"))[-1]/"weights.safetensors")[0]
+
+def compare(alone, both):
+    for key in ("train/loss", "train/penalty"):
+        a,b = curve(alone, key),curve(both, key)
+        assert len(a) == len(b) and np.abs(a-b).max(initial=0) < 2e-5, (key, a, b)
+    assert [l["drawn"] for l in alone.logs() if "drawn" in l] == [l["drawn"] for l in both.logs() if "drawn" in l]
+    a,b = last_weights(alone),last_weights(both)
+    assert a.keys() == b.keys()
+    # a key's bias adds the same number to all scores of a query: its gradient is rounding, and AdamW makes steps of it
+    return {k: float((a[k].float()-b[k].float()).abs().max()) for k in a if not k.endswith(("kv.bias", "kv.base.bias"))}
+
+@pytest.mark.parametrize("name", ZERO)
+def test_an_algorithm_under_zero_gives_the_numbers_of_one_process(one, two, name):
+    far = {k: x for k,x in compare(one(ZERO[name]), two[name]).items() if x > 1e-4}
+    assert not far and len(curve(two[name], "train/loss")) == 16
+
+@pytest.mark.parametrize("name", LORA)
+def test_adapters_of_tasks_on_two_processes(one, two, name):
+    "`prepare` adds parameters between two stages, or before the first, and DDP is made anew around them."
+    alone,both = one(LORA[name]),two[name]
+    assert max(compare(alone, both).values()) < 1e-4 and any(".A." in k for k in last_weights(both))
+    cells = lambda run: sorted((e["stage"], e["task"], e["trial"]) for e in run.episodes())
+    assert cells(alone) == cells(both) and len(cells(both)) == 6
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_run_lost_after_the_adapters_came_goes_on_bit_for_bit(two, strategy):
+    whole,lost = two[f"whole-{strategy}"],two[f"lost-{strategy}"]
+    assert (lost.path/"done.json").exists() and fingerprint(lost.path) == fingerprint(whole.path)
+
+@pytest.mark.parametrize("name", FIVE)
+def test_zero3_is_refused_by_name(home, name):
+    from clvla.train.prepare import check
+    with pytest.raises(ValueError, match=f"zero3.*'{name}'.*zero2"):
+        check(config(home, "never", algo=name, algo_kw=FIVE[name], ema=0., num_processes=2, strategy="zero3"))
