@@ -22,7 +22,7 @@ class Supervisor:
         settings:dict,           # image_size and seed, for `make_env`
         start_timeout:float=120, # seconds a worker may take to start, or to build an environment
         timeout:float=60,        # seconds without an answer after which a worker counts as hung
-        max_restarts:int=3       # how often one episode is begun again before the run is given up
+        max_restarts:int=3       # how often one episode may begin again before the pool gives up
     ):
         self.workers,self.slots,self.settings = workers,slots,settings
         self.start_timeout,self.timeout,self.max_restarts = start_timeout,timeout,max_restarts

@@ -114,7 +114,12 @@ def damaged(
         if found != expected: out.append(f"{root}/{f} has changed: its sha256 is {found}, expected {expected}")
     return out
 
-def damage_message(bad): return bad[0]+f", and {len(bad)-1} more files"*(len(bad) > 1)+f"; {HELP}"
+def damage_message(
+    sentences:list # from `damaged`
+)->str:
+    "The first sentence, the number of the others, and what to do."
+    others = f", and {len(sentences)-1} more files" if len(sentences) > 1 else ""
+    return f"{sentences[0]}{others}; {HELP}"
 
 # %% ../../../nbs/envs/libero/03_assets.ipynb #5cb62ab7
 def pointer(source:Path)->Path:
