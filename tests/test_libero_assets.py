@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from libero_help import libero_root, without_full
 
-from clvla.envs.libero import assets
+from clvla.envs.libero import assets, command
 from clvla.envs.libero.files import KNOWN, check_whole, layout, unpack
 from clvla.envs.libero.states import SUITES, package, read_npz, read_pickled
 
@@ -192,7 +192,7 @@ def test_what_is_missing_or_changed_is_named(place):
 def test_another_version_is_used_and_said(place):
     spoil(place/"lite/textures/gray_ceramic_tile.png", (place/"lite/textures/light-gray-plaster.png").read_bytes())
     said = []
-    root = assets.prepare(place, said.append)
+    root = command.prepare(place, said.append)
     assert any("lite: not the known version, pictures differ from its own: textures; the physics are the same" in line for line in said)
     assert assets.assets_id(root) != assets.assets_id(ROOT)
     assert assets.libero_root() == root, "what the command prepared is found without a name"
@@ -201,7 +201,7 @@ def test_another_version_is_used_and_said(place):
 def test_what_another_version_prepared_is_prepared_anew_from_its_source(tmp_path, monkeypatch):
     part = without_full(tmp_path/"part")
     monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data")); monkeypatch.delenv("CLVLA_LIBERO_ASSETS", raising=False)
-    root = assets.prepare(str(part), say=lambda line: None); d = json.loads((root/"assets.json").read_text())
+    root = command.prepare(str(part), say=lambda line: None); d = json.loads((root/"assets.json").read_text())
     (root/"assets.json").write_text(json.dumps(d | dict(format=d["format"]-1)))
     assert not assets.index(root)
     again = assets.libero_root(); assert assets.index(again)["format"] == d["format"] and assets.libero_root() == again
@@ -249,11 +249,11 @@ def test_a_display_is_no_way_to_draw(monkeypatch):
 def test_both_ways_to_draw_agree(tmp_path):
     "robosuite would set MUJOCO_GL to egl; the picture's process says what was used."
     from PIL import Image
-    code = ("import os, sys; from clvla.envs.libero.assets import draw; want = os.environ['MUJOCO_GL']; draw(sys.argv[1]); "
+    code = ("import os, sys; from clvla.envs.libero.command import draw; want = os.environ['MUJOCO_GL']; draw(sys.argv[1]); "
             "assert os.environ['MUJOCO_GL'] == os.environ['PYOPENGL_PLATFORM'] == want")
     made = []
     for gl in ("osmesa", "egl"):
-        assert assets.try_draw(gl, tmp_path/f"{gl}.png", ROOT, 240, code) == ""
+        assert command.try_draw(gl, tmp_path/f"{gl}.png", ROOT, 240, code) == ""
         made.append(np.asarray(Image.open(tmp_path/f"{gl}.png")).astype(float))
     assert made[0].shape == (256, 256, 3) and np.abs(made[0]-made[1]).mean() < 2
 
@@ -261,7 +261,7 @@ def test_both_ways_to_draw_agree(tmp_path):
 # 5. the command, and how it is installed
 
 def test_the_command(tmp_path):
-    code = "import runpy, sys; sys.argv = ['clvla-libero', *sys.argv[1:]]; runpy.run_module('clvla.envs.libero.assets', run_name='__main__')"
+    code = "import runpy, sys; sys.argv = ['clvla-libero', *sys.argv[1:]]; runpy.run_module('clvla.envs.libero.command', run_name='__main__')"
     p = python(code, ROOT, "--no-picture", CLVLA_DATA=str(tmp_path))
     assert p.returncode == 0 and "all is well" in p.stdout and "init_states: the known version" in p.stdout, p.stdout+p.stderr
     assert json.loads((tmp_path/"libero/prepared.json").read_text()) == dict(root=str(ROOT))
@@ -273,7 +273,7 @@ def test_the_command(tmp_path):
 
 def test_the_command_is_installed_and_the_extra_is_whole():
     cp = ConfigParser(delimiters=["="]); cp.read(HERE/"settings.ini", encoding="utf-8"); c = cp["DEFAULT"]
-    assert c["console_scripts"].split() == ["clvla-libero=clvla.envs.libero.assets:main"]
+    assert c["console_scripts"].split() == ["clvla-libero=clvla.envs.libero.command:main"]
     asked = {r.split(">")[0].split("=")[0] for r in c["libero_requirements"].split()}
     assert asked == set(assets.VERSIONS) | {"huggingface_hub"}
     assert set(SUITES) == set(KNOWN["init_states"])

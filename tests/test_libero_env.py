@@ -107,7 +107,7 @@ def test_two_workers_with_different_pasts_begin_alike():
 def test_a_worker_that_is_killed_loses_no_episode():
     with EnvPool([spec(*TASKS[0])], 1, image_size=32) as pool:
         pool.reset(0, 2); first = pool.wait()[0].obs[STATE].copy()
-        pool.step(0, np.zeros((8, 7), np.float32)); pool._workers[0].proc.kill()
+        pool.step(0, np.zeros((8, 7), np.float32)); pool.workers[0].proc.kill()
         again = pool.wait()[0]
         assert again.restarted and pool.restarts == 1
         np.testing.assert_array_equal(again.obs[STATE], first)
@@ -270,11 +270,11 @@ libero.LiberoEnv._load = refuse
 """)
     monkeypatch.setattr("clvla.envs.child.loaded", lambda: [str(setup)])   # a plugin of the worker alone
     with EnvPool([spec(*TASKS[0]), spec(*TASKS[1])], 1, image_size=32) as pool:
-        pids = [w.child.proc.pid for w in pool._workers]
+        pids = [w.child.proc.pid for w in pool.workers]
         pool.reset(0, 0)
         with pytest.raises(ValueError, match="its states belong to another version"):
             while True: pool.wait()
-        assert [w.child.proc.pid for w in pool._workers] == pids
+        assert [w.child.proc.pid for w in pool.workers] == pids
 
 
 def test_the_first_thing_that_a_user_does(tmp_path):

@@ -385,7 +385,7 @@ def test_libero_tasks_share_a_slot_and_a_lost_worker_loses_nothing():
             rounds,moves = [],{}
             def on_round():
                 rounds.append(0)
-                if kill and len(rounds) == 2: player.pool._workers[0].proc.kill()
+                if kill and len(rounds) == 2: player.pool.workers[0].proc.kill()
             recs = player.evaluate(policy, proc, range(2), 0, INFO, on_round=on_round, actions=moves)
             logs.append((uncounted(recs), {k: v.tobytes() for k,v in moves.items()})); assert player.pool.restarts == int(kill)
     assert len(logs[0][0]) == 4 and logs[0] == logs[1]

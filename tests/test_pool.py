@@ -6,7 +6,8 @@ import pytest
 from clvla.core.names import IMAGE, IMAGES, N_ACTIONS, STATE
 from clvla.core import plugins
 from clvla.core.plugins import load_plugins
-from clvla.envs.pool import EnvPool, recv, send
+from clvla.envs.child import recv, send
+from clvla.envs.pool import EnvPool
 
 FAULTS_FILE = str(Path(__file__).parent/"faults.py")   # registers the kind `faulty`, here and in every worker
 load_plugins([FAULTS_FILE])
@@ -31,7 +32,7 @@ def gone(pid, within=5):
         time.sleep(.02)
     return False
 
-def pids(pool): return [w.proc.pid for w in pool._workers]
+def pids(pool): return [w.proc.pid for w in pool.workers]
 def shm_of(pids):
     "Named shared memory that the processes have mapped, and whether they have mapped ours, which has no name."
     maps = "".join(Path(f"/proc/{p}/maps").read_text() for p in pids)
@@ -63,7 +64,7 @@ def test_results_do_not_depend_on_the_number_of_workers():
 
 def test_assign_and_task_names():
     with light(4, 2, assign=[1,1,0,1]) as pool:
-        assert [w.slots for w in pool._workers] == [[2],[0,1,3]]
+        assert [w.slots for w in pool.workers] == [[2],[0,1,3]]
         assert pool.task_ids == ["task-0","task-1"]*2 and pool.prompts[0] == "task 0" and (pool.state_dim, pool.action_dim) == (3, 2)
     with pytest.raises(ValueError, match="one worker for each of 4 slots"): light(4, 2, assign=[0])
     with pytest.raises(ValueError, match="at least one slot and one worker"): light(4, 0)
@@ -154,7 +155,7 @@ def test_every_fault_is_noticed_and_the_trial_run_again(fault, tmp_path):
     "One fault in the middle of slot 0's trial: the same numbers as without, a reason that says where, and the others untouched."
     sp = specs(4); sp[0] |= dict(fault=fault, at=5, once=str(tmp_path/"once"))
     with light(4, 2) as pool: want = play(pool, 1)
-    with light(4, 2, sp=sp, timeout=1.5) as pool: got = play(pool, 1); restarts,why = pool.restarts,pool.reasons[0]
+    with light(4, 2, sp=sp, timeout=1.5) as pool: got = play(pool, 1); restarts,why = pool.restarts,pool.supervisor.reasons[0]
     assert restarts == 1 and (tmp_path/"once").exists() and got == want
     assert why.startswith("slots [0, 2]: ") and FAULTS[fault] in why and ("faults.py" in why or fault == "exit"), why
     if fault == "segv": assert "the last thing I did" in why
@@ -171,7 +172,7 @@ def test_stopped_worker_says_where_it_stood():
     with light(1, 1, timeout=1) as pool:
         pool.reset(0, 0); all_of(pool); time.sleep(.2)                  # until it waits again
         os.kill(pids(pool)[0], signal.SIGSTOP); pool.step(0, np.zeros((2, 2)))
-        assert all_of(pool)[0].restarted and "is stopped" in pool.reasons[0] and "in recv" in pool.reasons[0], pool.reasons[0]
+        assert all_of(pool)[0].restarted and "is stopped" in pool.supervisor.reasons[0] and "in recv" in pool.supervisor.reasons[0], pool.supervisor.reasons[0]
 
 def test_a_hang_that_comes_back_ends_the_run_with_its_place():
     with light(1, 1, sp=specs(1, fault="render"), timeout=.7, max_restarts=1) as pool:
@@ -223,7 +224,7 @@ def test_noise_of_a_worker_fills_nothing(capfd):
         for trial in range(5):
             pool.reset(0, trial); r = all_of(pool)[0]
             while not r.truncated: pool.step(0, np.zeros((3, 2))); r = all_of(pool)[0]
-            size.append(os.fstat(pool._workers[0].child.output).st_size)
+            size.append(os.fstat(pool.workers[0].child.output).st_size)
         assert pool.restarts == 0 and 0 < max(size) < 2**21 and len(set(size)) > 1
     assert capfd.readouterr() == ("", "")
 
@@ -317,7 +318,7 @@ def test_a_worker_that_dies_with_a_changed_environment_loses_no_episode(fault, t
         pool.reset(1, 0); all_of(pool, [1])
         pool.reset(0, 3, other(fault=fault, at=5, once=str(tmp_path/"once")))
         got = one_episode(pool, 0)
-        assert got == want and pool.restarts == 1 and pool.specs[0]["name"] == "other"
+        assert got == want and pool.restarts == 1 and pool.task_ids[0] == "other"
         pool.step(1, np.zeros((1, 2))); assert all_of(pool, [1])[1].n_steps == 1
 
 def test_a_worker_that_dies_while_it_builds_an_environment(tmp_path):
@@ -339,10 +340,10 @@ def test_the_first_reset_has_the_time_of_a_start():
     with light(2, 1, sp=lazy, timeout=.6) as pool:
         for i in range(2): pool.reset(i, 3)
         got = all_of(pool); assert [got[i].opened for i in range(2)] == [True]*2 and pool.restarts == 0
-        pool.reset(1, 3, lazy[0]); all_of(pool, [1]); assert pool.restarts == 0 and not pool._workers[0].opening
+        pool.reset(1, 3, lazy[0]); all_of(pool, [1]); assert pool.restarts == 0 and not pool.workers[0].opening
         os.kill(pids(pool)[0], signal.SIGKILL)
         for i in range(2): pool.step(i, np.zeros((1, 2)))
-        got = all_of(pool); assert all(r.restarted and r.opened for r in got.values()) and pool.restarts == 1 and not pool._workers[0].opening
+        got = all_of(pool); assert all(r.restarted and r.opened for r in got.values()) and pool.restarts == 1 and not pool.workers[0].opening
     with light(1, 1, sp=[other(lazy=30)], timeout=20, start_timeout=1.5, max_restarts=0) as pool:
         pool.reset(0, 3)
         with pytest.raises(RuntimeError, match="no answer for .* s"): all_of(pool)
@@ -371,7 +372,7 @@ pool = EnvPool([dict(kind="faulty", name="a", fault={fault!r})]*3, 2, image_size
 for i in range(3): pool.reset(i, 0)
 n = 0
 while n < 3: n += len(pool.wait())
-print(*[w.proc.pid for w in pool._workers], flush=True)
+print(*[w.proc.pid for w in pool.workers], flush=True)
 {then}
 """
 
@@ -462,12 +463,12 @@ def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkey
     load_plugins([str(tmp_path/"torch_plugin.py"), str(plugin)])   # the first registers no kind, so the other interpreter leaves it out
     sp = [{"kind": k, "name": n} for k,n in (("old", "left"), ("dot", "left"), ("old", "up"))]
     with EnvPool(sp, 1, image_size=8, H=4) as pool:
-        assert [w.slots for w in pool._workers] == [[1], [0, 2]] and [w.python for w in pool._workers] == [None, python]
+        assert [w.slots for w in pool.workers] == [[1], [0, 2]] and [w.python for w in pool.workers] == [None, python]
         assert pool.prompts[0] == f"{python} []"
         for i in range(3): pool.reset(i, 0)
         all_of(pool)
         for i in range(3): pool.step(i, np.ones((2, 2)))
         assert {r.n_steps for r in all_of(pool).values()} == {2}
         with pytest.raises(ValueError, match="make a pool of its own"): pool.reset(1, 0, sp[0])
-        os.kill(pool._workers[1].proc.pid, signal.SIGKILL); pool.step(0, np.ones((2, 2)))
+        os.kill(pool.workers[1].proc.pid, signal.SIGKILL); pool.step(0, np.ones((2, 2)))
         assert all_of(pool, [0, 2])[0].restarted

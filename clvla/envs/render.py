@@ -15,7 +15,7 @@ GL_LIBS = dict(osmesa=("OSMesa", "apt-get install libosmesa6"), egl=("EGL", "apt
 
 def check_gl(
     find=ctypes.util.find_library, # looks a shared library up by name; returns None when it is not there
-    draw:bool=True                 # also open a context, in another process, where the backend needs more than a library
+    draw:bool=True                 # also open a context, in another process, where a library is not enough
 )->str:                            # the backend that MuJoCo will use
     "Choose MuJoCo's GL backend and check that it can work, in at most a second; ValueError or ImportError says why not."
     there = [backend for backend,(lib,_) in GL_LIBS.items() if find(lib)]
@@ -123,7 +123,9 @@ def gl_context():
     _CONTEXT[0].make_current()
 
 def _free_all():
-    for up in _UPLOADS.values(): gl_context(); up.con.free()
+    for up in _UPLOADS.values():
+        gl_context()
+        up.con.free()
     _UPLOADS.clear()
     _CONTEXT.pop().free()
 
@@ -148,8 +150,10 @@ class FastRenderer:
         share:str=None    # models with the same name share one upload; None: an upload of its own
     ):
         import mujoco
-        self.model,self.data,self.size,self.camera = model,data,size,free_camera() if camera is None else camera
-        self.key = (share or id(self), size, cell)
+        self.model,self.data,self.size = model,data,size
+        self.camera = free_camera() if camera is None else camera
+        name = share or id(self)
+        self.key = name,size,cell
         if self.key not in _UPLOADS: _UPLOADS[self.key] = _Upload(model, size, cell)
         self.up,self.rect = _UPLOADS[self.key],mujoco.MjrRect(0, 0, size, size)
         self.raw = np.empty((size, size, 3), np.uint8)
@@ -173,5 +177,7 @@ class FastRenderer:
     def close(self):
         if self.up is None: return
         self.up.users -= 1
-        if not self.up.users: gl_context(); _UPLOADS.pop(self.key).con.free()
+        if not self.up.users:
+            gl_context()
+            _UPLOADS.pop(self.key).con.free()
         self.up = None
