@@ -52,7 +52,7 @@ IN_EVALUATION = dict(algo="er", num_processes=2, n_trials=8)
 TWO = {f"{a}-{s}": dict(num_processes=2, strategy=s, **kw) for s in ("ddp", "zero2") for a, kw in ONE.items()}
 TWO |= {f"er-{s}": dict(algo="er", ema=0., num_processes=2, strategy=s) for s in ("zero1", "zero3")}
 TWO |= {"frozen-2": dict(FROZEN, num_processes=2), "lora-2": dict(LORA, num_processes=2), "whole": KILLED, "whole-signal": STOPPED,
-        "whole-eval": IN_EVALUATION}
+        "whole-eval": IN_EVALUATION, "signal": STOPPED, "killed-eval": IN_EVALUATION}  # the last two were begun by `signalled` and `cut`
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,29 @@ def held(home):
 
 
 @pytest.fixture(scope="module")
-def two(home, held):
-    "Finished runs of two processes, by name: the same pair of processes made them all, one after another."
+def signalled(home):
+    "A run that SIGTERM stopped in its second task: exit code, seconds until it had ended, and its stopped.json."
+    cfg = config(home, "signal", **STOPPED)
+    log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 70)
+    t0 = time.monotonic(); p.terminate()
+    code = p.wait(60)
+    return code, time.monotonic()-t0, read_json(Path(cfg.run_dir)/"stopped.json"), RunFolder(cfg.run_dir).status
+
+
+@pytest.fixture(scope="module")
+def cut(home):
+    "A run whose first rank was killed during the last evaluation: the launcher's exit code and the number of its episodes."
+    cfg = config(home, "killed-eval", **IN_EVALUATION)
+    p, r = start(cfg), RunFolder(cfg.run_dir)
+    wait_for(lambda: len([e for e in r.episodes(len) if e["stage"] == 1]) >= 3)
+    os.kill(ranks(p.pid)[0], signal.SIGKILL)
+    return p.wait(90), len(r.episodes(len))
+
+
+@pytest.fixture(scope="module")
+def two(home, held, signalled, cut):
+    "Finished runs of two processes, by name: the same pair of fresh processes made or continued them all, one after another."
     configs = [config(home, name, **kw) for name, kw in TWO.items()]
     (home/"configs.json").write_text(json.dumps([config_json(c) for c in configs]))
     cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE/"ranks_serve.py"), str(home/"configs.json")]
@@ -127,26 +148,18 @@ def test_killed_and_started_again(home, two):
     assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
 
 
-def test_a_signal_stops_all_at_the_same_update(home, two):
+def test_a_signal_stops_all_at_the_same_update(two, signalled):
     "Under ZeRO-2, whose moments lie in pieces: fresh processes go on from them to the same fingerprint."
-    whole, cfg = two["whole-signal"], config(home, "signal", **STOPPED)
-    log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
-    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 70)
-    t0 = time.monotonic(); p.terminate()
-    assert p.wait(60) == EXIT_STOPPED and time.monotonic()-t0 < 15
-    at = read_json(Path(cfg.run_dir)/"stopped.json")
-    assert at["stage"] == 1 and 0 < at["step"] < 60 and not (Path(cfg.run_dir)/"failed.json").exists()
-    assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
+    code, seconds, stopped, status = signalled
+    assert code == EXIT_STOPPED and seconds < 15 and status == "stopped" and stopped["stage"] == 1 and 0 < stopped["step"] < 60
+    assert fingerprint(two["signal"].path) == fingerprint(two["whole-signal"].path)
 
 
-def test_killed_during_evaluation(home, two):
+def test_killed_during_evaluation(two, cut):
     "Episodes of the other rank that were played before the kill are kept, and none is played twice."
-    whole, cfg = two["whole-eval"], config(home, "killed-eval", **IN_EVALUATION)
-    p, r = start(cfg), RunFolder(cfg.run_dir)
-    wait_for(lambda: len([e for e in r.episodes(len) if e["stage"] == 1]) >= 3)
-    os.kill(ranks(p.pid)[0], signal.SIGKILL)
-    assert p.wait(90) not in (0, EXIT_STOPPED)
-    assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path) and len(r.episodes()) == 24
+    code, played = cut
+    assert code not in (0, EXIT_STOPPED) and 8+3 <= played < 24
+    assert fingerprint(two["killed-eval"].path) == fingerprint(two["whole-eval"].path) and len(two["killed-eval"].episodes()) == 24
 
 
 def test_adapters_and_accumulation_on_two_processes(home, two):
