@@ -115,8 +115,8 @@ def copy_demos(src, dst):
     return shutil.copytree(src, dst, ignore=shutil.ignore_patterns(".*", "weights"))
 
 
-def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None):
-    "Kill `kills` runs, algorithms in turn; returns (references, rows). `demos` is a data folder whose demonstrations are copied."
+def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None, algos=tuple(ALGOS)):
+    "Kill `kills` runs, `algos` in turn; returns (references, rows). `demos` is a data folder whose demonstrations are copied."
     folder, rng = Path(folder), random.Random(seed)
     make = lambda name, algo, data: resolve(TrainConfig(algo=algo, run_dir=str(folder/name), data_dir=str(folder/data), **SMALL, **ALGOS[algo]))
     references, took = {}, {}
@@ -136,7 +136,7 @@ def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None):
     else: reference("first", "er")  # makes the demonstrations
 
     def one(k):
-        algo, r = list(ALGOS)[k%len(ALGOS)], random.Random(f"{seed}-{k}")
+        algo, r = algos[k%len(algos)], random.Random(f"{seed}-{k}")
         fresh, victim, share = k%5 == 4, r.choice(["trainer", "trainer", "worker"]), r.uniform(.05, .95)
         clock = "start" if k%2 else "checkpoint"
         for again in range(8):  # a run that was over before its kill does not count
@@ -148,7 +148,7 @@ def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None):
             "starts", "continued_from", "episodes_again", "same", "seconds")) + ("" if not row["left"] else f"  left: {row['left']}"))
         return row
     with ThreadPoolExecutor(parallel) as pool:
-        list(pool.map(lambda a: reference(f"reference-{a}", a), ALGOS))  # as many at a time as are killed later: equal load, equal times
+        list(pool.map(lambda a: reference(f"reference-{a}", a), algos))  # as many at a time as are killed later: equal load, equal times
         return references, list(pool.map(one, range(kills)))
 
 
