@@ -1,7 +1,14 @@
-"The longest files begin first, so that two processes end at about the same time; demonstrations that several files use are made once."
+"""One thread for each worker, the longest files first, so that two workers end at about the same time, and demonstrations that
+several files use, made once."""
+import os
+
 import pytest
 
-LONG = ("test_many", "test_notebooks", "test_resume", "test_run", "test_demos_faults", "test_launch", "test_zero", "test_checkpoint", "test_checkpoint_eval")
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")  # read when torch and numpy are imported, and inherited: workers side by side fill the cores
+
+LONG = ("test_notebooks", "test_many", "test_resume", "test_run", "test_libero_env", "test_pool", "test_demos_faults", "test_launch",
+        "test_plugins", "test_libero_data", "test_libero_assets", "test_zero", "test_checkpoint", "test_checkpoint_eval")
 
 
 @pytest.fixture(scope="session")
