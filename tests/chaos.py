@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,12 +110,18 @@ def kill_one(cfg, algo, victim, clock, after, name, rng, limit=300):
                 hash=fingerprint(cfg.run_dir), left=left_behind(cfg, name), seconds=round(time.monotonic()-t0, 1))
 
 
-def chaos(folder, kills, seed=0, parallel=1, say=print):
-    "Kill `kills` runs, algorithms in turn; returns (references, rows)."
+def copy_demos(src, dst):
+    "Copy the finished demonstrations of a data folder, without locks and what is being written."
+    return shutil.copytree(src, dst, ignore=shutil.ignore_patterns(".*", "weights"))
+
+
+def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None, algos=tuple(ALGOS)):
+    "Kill `kills` runs, `algos` in turn; returns (references, rows). `demos` is a data folder whose demonstrations are copied."
     folder, rng = Path(folder), random.Random(seed)
     make = lambda name, algo, data: resolve(TrainConfig(algo=algo, run_dir=str(folder/name), data_dir=str(folder/data), **SMALL, **ALGOS[algo]))
     references, took = {}, {}
-    for name, algo in [("first", "er"), *((f"reference-{a}", a) for a in ALGOS)]:  # the first one makes the demonstrations
+
+    def reference(name, algo):
         cfg, t0 = make(name, algo, "data"), time.monotonic()
         RunFolder(cfg.run_dir).begin(cfg)
         p, first = begin(cfg, cfg.run_dir), None
@@ -125,8 +132,11 @@ def chaos(folder, kills, seed=0, parallel=1, say=print):
         references[algo], took[algo] = fingerprint(cfg.run_dir), dict(start=time.monotonic()-t0, checkpoint=time.monotonic()-first)
         say(f"{name}, {algo}: undisturbed {references[algo][:12]}, {took[algo]['start']:.1f} s, {took[algo]['checkpoint']:.1f} s after the first checkpoint")
 
+    if demos: copy_demos(demos, folder/"data")
+    else: reference("first", "er")  # makes the demonstrations
+
     def one(k):
-        algo, r = list(ALGOS)[k%len(ALGOS)], random.Random(f"{seed}-{k}")
+        algo, r = algos[k%len(algos)], random.Random(f"{seed}-{k}")
         fresh, victim, share = k%5 == 4, r.choice(["trainer", "trainer", "worker"]), r.uniform(.05, .95)
         clock = "start" if k%2 else "checkpoint"
         for again in range(8):  # a run that was over before its kill does not count
@@ -137,7 +147,9 @@ def chaos(folder, kills, seed=0, parallel=1, say=print):
         say("  ".join(f"{row[c]!s:<24}" if c == "continued_from" else f"{row[c]!s:<8}" for c in ("name", "algo", "victim", "clock", "after",
             "starts", "continued_from", "episodes_again", "same", "seconds")) + ("" if not row["left"] else f"  left: {row['left']}"))
         return row
-    with ThreadPoolExecutor(parallel) as pool: return references, list(pool.map(one, range(kills)))
+    with ThreadPoolExecutor(parallel) as pool:
+        list(pool.map(lambda a: reference(f"reference-{a}", a), algos))  # as many at a time as are killed later: equal load, equal times
+        return references, list(pool.map(one, range(kills)))
 
 
 def main():

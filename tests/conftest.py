@@ -1,5 +1,23 @@
-"The longest files begin first, so that two processes end at about the same time."
-LONG = ("test_many", "test_notebooks", "test_resume", "test_run", "test_demos_faults", "test_launch", "test_zero", "test_checkpoint", "test_checkpoint_eval")
+"""One thread for each worker, the longest files first, so that two workers end at about the same time, and demonstrations that
+several files use, made once."""
+import os
+
+import pytest
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")  # read when torch and numpy are imported, and inherited: workers side by side fill the cores
+
+LONG = ("test_notebooks", "test_many", "test_resume", "test_run", "test_libero_env", "test_pool", "test_demos_faults", "test_launch",
+        "test_plugins", "test_libero_data", "test_libero_assets", "test_zero", "test_checkpoint", "test_checkpoint_eval")
+
+
+@pytest.fixture(scope="session")
+def shared_data(tmp_path_factory):
+    "A data folder that all workers of a test session record into; the library's own locks let one record and the others wait."
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if base.name.startswith("popen-") else base)/"data"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 def pytest_collection_modifyitems(items):

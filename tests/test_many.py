@@ -27,7 +27,10 @@ ALGOS = {"sequential": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc"
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory): return tmp_path_factory.mktemp("many")
+def home(tmp_path_factory, shared_data):
+    path = tmp_path_factory.mktemp("many")
+    (path/"data").symlink_to(shared_data)
+    return path
 
 
 def config(home, name, **kw): return resolve(TrainConfig(data_dir=str(home/"data"), run_dir=str(home/name), **(SMALL | kw)))
@@ -44,17 +47,50 @@ ONE = {a: dict(algo=a, evaluate="lower" if a == "er" else "none", **kw) for a, k
 FROZEN = dict(algo="sequential", lr=1e-30, weight_decay=0., ema=0., n_trials=3, rows_per_task=2)
 LORA = dict(algo="mir", lora_rank=4, accumulation=2, evaluate="none", **ALGOS["mir"])
 KILLED = dict(algo="mir", num_processes=2, save_every=2, steps_per_task=8, evaluate="none", **ALGOS["mir"])
-STOPPED = dict(algo="er", num_processes=2, steps_per_task=150, evaluate="none", strategy="zero2")
+STOPPED = dict(algo="er", num_processes=2, steps_per_task=60, evaluate="none", strategy="zero2")
 IN_EVALUATION = dict(algo="er", num_processes=2, n_trials=8)
 TWO = {f"{a}-{s}": dict(num_processes=2, strategy=s, **kw) for s in ("ddp", "zero2") for a, kw in ONE.items()}
 TWO |= {f"er-{s}": dict(algo="er", ema=0., num_processes=2, strategy=s) for s in ("zero1", "zero3")}
 TWO |= {"frozen-2": dict(FROZEN, num_processes=2), "lora-2": dict(LORA, num_processes=2), "whole": KILLED, "whole-signal": STOPPED,
-        "whole-eval": IN_EVALUATION}
+        "whole-eval": IN_EVALUATION, "signal": STOPPED, "killed-eval": IN_EVALUATION}  # the last two were begun by `signalled` and `cut`
 
 
 @pytest.fixture(scope="module")
-def two(home):
-    "Finished runs of two processes, by name: the same pair of processes made them all, one after another."
+def held(home):
+    """A run whose second rank is stopped by SIGSTOP: its launcher, the rank and its folder. The other rank waits `timeout`, and
+    the launcher half a minute until it kills the silent one; the fixture `two` works in the meantime."""
+    cfg = config(home, "hang", algo="sequential", num_processes=2, steps_per_task=5000, evaluate="none", timeout=.1)
+    log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
+    rank = ranks(p.pid)[1]
+    os.kill(rank, signal.SIGSTOP)
+    return p, rank, RunFolder(cfg.run_dir)
+
+
+@pytest.fixture(scope="module")
+def signalled(home):
+    "A run that SIGTERM stopped in its second task: exit code, seconds until it had ended, and its stopped.json."
+    cfg = config(home, "signal", **STOPPED)
+    log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 70)
+    t0 = time.monotonic(); p.terminate()
+    code = p.wait(60)
+    return code, time.monotonic()-t0, read_json(Path(cfg.run_dir)/"stopped.json"), RunFolder(cfg.run_dir).status
+
+
+@pytest.fixture(scope="module")
+def cut(home):
+    "A run whose first rank was killed during the last evaluation: the launcher's exit code and the number of its episodes."
+    cfg = config(home, "killed-eval", **IN_EVALUATION)
+    p, r = start(cfg), RunFolder(cfg.run_dir)
+    wait_for(lambda: len([e for e in r.episodes(len) if e["stage"] == 1]) >= 3)
+    os.kill(ranks(p.pid)[0], signal.SIGKILL)
+    return p.wait(90), len(r.episodes(len))
+
+
+@pytest.fixture(scope="module")
+def two(home, held, signalled, cut):
+    "Finished runs of two processes, by name: the same pair of fresh processes made or continued them all, one after another."
     configs = [config(home, name, **kw) for name, kw in TWO.items()]
     (home/"configs.json").write_text(json.dumps([config_json(c) for c in configs]))
     cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE/"ranks_serve.py"), str(home/"configs.json")]
@@ -112,26 +148,18 @@ def test_killed_and_started_again(home, two):
     assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
 
 
-def test_a_signal_stops_all_at_the_same_update(home, two):
+def test_a_signal_stops_all_at_the_same_update(two, signalled):
     "Under ZeRO-2, whose moments lie in pieces: fresh processes go on from them to the same fingerprint."
-    whole, cfg = two["whole-signal"], config(home, "signal", **STOPPED)
-    log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
-    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 200)
-    t0 = time.monotonic(); p.terminate()
-    assert p.wait(60) == EXIT_STOPPED and time.monotonic()-t0 < 15
-    at = read_json(Path(cfg.run_dir)/"stopped.json")
-    assert at["stage"] == 1 and 0 < at["step"] < 150 and not (Path(cfg.run_dir)/"failed.json").exists()
-    assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path)
+    code, seconds, stopped, status = signalled
+    assert code == EXIT_STOPPED and seconds < 15 and status == "stopped" and stopped["stage"] == 1 and 0 < stopped["step"] < 60
+    assert fingerprint(two["signal"].path) == fingerprint(two["whole-signal"].path)
 
 
-def test_killed_during_evaluation(home, two):
+def test_killed_during_evaluation(two, cut):
     "Episodes of the other rank that were played before the kill are kept, and none is played twice."
-    whole, cfg = two["whole-eval"], config(home, "killed-eval", **IN_EVALUATION)
-    p, r = start(cfg), RunFolder(cfg.run_dir)
-    wait_for(lambda: len([e for e in r.episodes(len) if e["stage"] == 1]) >= 3)
-    os.kill(ranks(p.pid)[0], signal.SIGKILL)
-    assert p.wait(90) not in (0, EXIT_STOPPED)
-    assert start(cfg).wait(200) == 0 and fingerprint(cfg.run_dir) == fingerprint(whole.path) and len(r.episodes()) == 24
+    code, played = cut
+    assert code not in (0, EXIT_STOPPED) and 8+3 <= played < 24
+    assert fingerprint(two["killed-eval"].path) == fingerprint(two["whole-eval"].path) and len(two["killed-eval"].episodes()) == 24
 
 
 def test_adapters_and_accumulation_on_two_processes(home, two):
@@ -139,16 +167,13 @@ def test_adapters_and_accumulation_on_two_processes(home, two):
     assert np.abs(losses(alone)-losses(both)).max() < 2e-5 and drawn(alone) == drawn(both)
 
 
-def test_a_process_that_stops_answering_ends_the_run(home):
-    "SIGSTOP of one rank: the other one waits no longer than `timeout`, and a message says so."
-    cfg = config(home, "hang", algo="sequential", num_processes=2, steps_per_task=5000, evaluate="none", timeout=.1)
-    log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
-    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
-    held = ranks(p.pid)[1]; os.kill(held, signal.SIGSTOP)
+def test_a_process_that_stops_answering_ends_the_run(held):
+    "SIGSTOP of one rank: the other one waits no longer than `timeout`, a message says so, and the silent one is killed."
+    p, rank, run = held
     assert p.wait(90) not in (0, EXIT_STOPPED)
-    text = (Path(cfg.run_dir)/"console.txt").read_text()
-    assert "timeout" in text and RunFolder(cfg.run_dir).status == "failed", text[-3000:]
-    assert not alive(held)
+    text = (run.path/"console.txt").read_text()
+    assert "timeout" in text and run.status == "failed", text[-3000:]
+    assert not alive(rank)
 
 
 @pytest.mark.parametrize("kw,says", [

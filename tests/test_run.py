@@ -72,11 +72,10 @@ def test_steps_count_optimizer_updates(data, tmp_path, done):
     assert drawn(other) == drawn(done) == [32, 32]
 
 
-@pytest.mark.parametrize("algo", ["er", "mir"])
-def test_same_seed_twice_is_the_same_run(data, tmp_path, algo):
-    kw = dict(refresh=2) if algo == "mir" else {}
-    a, b = (train_cl(config(data, tmp_path/n, algo=algo, algo_kw=kw, n_workers=w)) for n, w in (("a", 1), ("b", 2)))
-    assert facts(a) == facts(b)
+def test_same_seed_twice_is_the_same_run(data, tmp_path, done):
+    assert facts(train_cl(config(data, tmp_path/"er", algo="er", n_workers=1))) == facts(done)
+    mir = [train_cl(config(data, tmp_path/f"mir-{k}", algo="mir", algo_kw=dict(refresh=2), evaluate="none")) for k in (1, 2)]
+    assert facts(mir[0]) == facts(mir[1])
 
 
 def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, capsys):
