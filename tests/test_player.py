@@ -11,11 +11,12 @@ from clvla.core.seeds import np_rng
 from clvla.data.stats import Processor
 from clvla.data.streams import Task
 from clvla.envs.all import make_env
+from clvla.eval.call import batch_gap, idle_row
 from clvla.eval.films import film, film_firsts
 from clvla.eval.metrics import record_key
-from clvla.eval.parts import Book, merge, plan_of
+from clvla.eval.parts import Book, merge, part_of, plan_of
 from clvla.eval.player import CLOCK, PARTS, Player
-from clvla.eval.rows import OwnTrials, Queue, Row, batch_gap, longest, own_rows, part_of, workers_of
+from clvla.eval.rows import OwnTrials, Queue, Row, own_rows, workers_of
 from clvla.policies.all import make_policy
 
 HERE = Path(__file__).resolve().parent
@@ -267,7 +268,7 @@ def test_the_queue_deals_every_episode_once():
         q,dealt,row = Queue(list(ts.values()), range(7), lambda task,i: (task, i) == ("c", 3), part),[],Row(0, 0, ts["a"])
         while e := q.take(row): row.task = ts[e[0]]; dealt.append(e)
         want = [(t, i) for p,(t,i) in enumerate((t, i) for t in PROMPTS for i in range(7)) if p%part[1] == part[0] and (t, i) != ("c", 3)]
-        assert sorted(dealt) == want and len(q) == 0 and sum(a[0] != b[0] for a,b in zip(dealt, dealt[1:])) == 4   # one task after the other
+        assert sorted(dealt) == want and not any(q.left.values()) and sum(a[0] != b[0] for a,b in zip(dealt, dealt[1:])) == 4   # one task after the other
     for bad in ("1", "1/1", "2/1", "-1/2", "a/b", "0/0", "", "0/2/3", None, "1.0/2", "0/01", "1/02", "00/2", "0/\u0662"):
         with pytest.raises(ValueError, match="part is 'a/b'"): part_of(bad)
     assert part_of("3/12") == (3, 12)
@@ -278,7 +279,7 @@ def test_a_hyphen_makes_two_words_and_the_batch_keeps_its_length():
     "The idle row's instruction is the longest as the tiny policy reads it, so that no neighbour changes the padding."
     from clvla.policies.tiny import hash_words
     ts = [NS(id="a", prompt="put it down now ok"), NS(id="b", prompt="pick-up the top-left-most cup"), NS(id="c", prompt="go - - - - - - there")]
-    text = longest(ts, Guided()); assert text == ts[1].prompt and len(text.split()) < 5 and longest(tasks(), Guided()) == PROMPTS["c"]
+    text = idle_row(ts, Guided()).task.prompt; assert text == ts[1].prompt and len(text.split()) < 5 and idle_row(tasks(), Guided()).task.prompt == PROMPTS["c"]
     assert len({hash_words([text, t.prompt]).shape for t in ts}) == 1
 
 @RULES

@@ -18,9 +18,8 @@ from ..core.files import read_json, write_json
 from ..core.state import load_state
 from ..envs.all import kind_of
 from ..eval.metrics import record_key
-from ..eval.parts import difference, fractions, merge, plan_of, write_plan
+from ..eval.parts import difference, fractions, merge, part_of, plan_of, write_plan
 from ..eval.player import BATCH, POOL_SEED, Player
-from ..eval.rows import part_of
 from ..policies.all import load_policy
 from ..run.checkpoint import check_checkpoint, read_manifest
 from ..run.child import emit

@@ -17,7 +17,8 @@ from ..core.names import ACTION, IMAGE, IMAGES, STATE
 from ..data.stats import Processor
 from ..data.streams import Stream, stream_from, stream_json
 from ..envs.all import kind_of, make_env, make_stream
-from ..eval.rows import check_envs, part_of, spec_of
+from ..eval.parts import part_of
+from ..eval.rows import check_envs, spec_of
 from ..policies.all import read_policy
 from ..run.checkpoint import checkpoints
 from ..run.config import read_config
