@@ -22,7 +22,7 @@ from clvla.policies.all import make_policy
 HERE = Path(__file__).resolve().parent
 load_plugins([str(HERE/"dot_env.py"), str(HERE/"faults.py")])
 
-INFO,N,BATCH = dict(stage=0, after="d", step=None),5,5       # with two rows for each of five tasks, lists of their own have 5 places
+INFO,N,BATCH = dict(stage=0, after="d", step=None),5,9       # with two rows for each of five tasks, lists of their own have 10 places
 PROMPTS = dict(a="go", b="go there", c="go to the place in the middle of it", d="go now", e="stand still")
 TIMES = ("seconds", *(f"time/{p}" for p in PARTS))
 
@@ -76,7 +76,7 @@ def test_records_are_complete(reference, rule):
     assert all(r["time/act"] > 0 and r["time/draw"] > 0 and r["time/begin"] > 0 for r in recs)
     assert all(abs(sum(r[f"time/{p}"] for p in PARTS)-r["seconds"]) < .02 for r in recs)
 
-@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("own", 0, 3), ("queue", 4, 1), ("queue", 1, 1), ("queue", 9, 3), ("queue", 13, 2)])
+@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("own", 0, 3), ("queue", 4, 1), ("queue", 1, 1), ("queue", 12, 3), ("queue", 17, 2)])
 def test_rows_and_workers_change_nothing(reference, rule, rows, n_workers):
     p = Guided(); assert bare(run(rule, n_workers, rows, policy=p)) == bare(reference) and p.shapes == {(BATCH+1, 9)}   # one shape, one length
 
@@ -87,7 +87,7 @@ def test_slow_simulators_change_nothing(reference, rule):
     player.close(); player.tasks[0].env["slow"],player.tasks[3].env["slow"] = .004,.001
     with Player(player.tasks, 2, 3, 32, H=4, batch=player.batch*(rule == "queue"), rows=6) as player: assert bare(evaluate(player)) == bare(reference)
 
-@pytest.mark.parametrize("rule,rows,n_workers,t", [("own", 0, 1, 5), ("own", 0, 2, 0), ("own", 0, 2, 9), ("queue", 4, 2, 5), ("queue", 4, 2, 0), ("queue", 9, 2, 9)])
+@pytest.mark.parametrize("rule,rows,n_workers,t", [("own", 0, 1, 5), ("own", 0, 2, 0), ("own", 0, 2, 9), ("queue", 4, 2, 5), ("queue", 4, 2, 0), ("queue", 13, 2, 9)])
 def test_a_dead_worker_changes_nothing_but_the_count(reference, rule, rows, n_workers, t, tmp_path):
     with player_of(rule, n_workers, rows, dict(trial=2, t=t, flag=str(tmp_path/"died"))) as player:
         recs = evaluate(player)
@@ -195,7 +195,7 @@ class OneKey(Guided):
         assert len(keys) == 1 and (self.pull.item() > 1) == keys.pop()
         return super().predict_chunk(obs, **kw)
 
-@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("queue", 4, 1), ("queue", 9, 3)])
+@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("queue", 4, 1), ("queue", 13, 3)])
 def test_rows_are_grouped_by_what_an_algorithm_changes(reference, rule, rows, n_workers):
     algo,p = Pull(),OneKey(); recs = bare(run(rule, n_workers, rows, policy=p, algo=algo))
     strong = Guided(); strong.pull.data.fill_(1.2); want = bare(run("own", policy=strong))
@@ -241,7 +241,7 @@ def test_who_shares_a_queue():
     def make_pool(specs, *a, **kw): pools.append(specs); return NS(close=lambda: None)
     heavy = [Task("x", "x", "x", dict(kind="libero", suite="libero_goal", name="turn_on_the_stove"))]
     own,parts,asked,stove = Player(tasks(), make_pool=make_pool),Player(tasks(), part=(1, 2), make_pool=make_pool),Player(tasks(), batch=3, make_pool=make_pool),Player(heavy, make_pool=make_pool)
-    assert [(p.shared, p.batch, len(s)) for p,s in zip((own, parts, asked, stove), pools)] == [(False, 5, 10), (True, 8, 4), (True, 3, 4), (True, 8, 4)]
+    assert [(p.shared, p.batch, len(s)) for p,s in zip((own, parts, asked, stove), pools)] == [(False, 9, 10), (True, 8, 4), (True, 3, 4), (True, 8, 4)]
     other = [Task("y", "y", "y", dict(kind="dying", name="y"), eval_env=dict(kind="dying", name="y", max_steps=9))]
     Player(other, make_pool=make_pool); assert {s["max_steps"] for s in pools[-1]} == {9}
     with pytest.raises(ValueError, match="without an environment"): Player([Task("z", "z", "z")])
@@ -251,16 +251,16 @@ def test_who_shares_a_queue():
 def never(task, trial): return False
 
 def test_lists_of_their_own_are_static():
-    rows = own_rows([NS(id=i) for i in "ab"], 2, 8); lists = lambda *a: [list(left) for left in OwnTrials(rows, range(5), *a, 2).left.values()]
+    rows = own_rows([NS(id=i) for i in "ab"], 2); lists = lambda *a: [list(left) for left in OwnTrials(rows, range(5), *a, 2).left.values()]
     assert lists("ab", never) == [[0,2,4], [1,3], [0,2,4], [1,3]] and lists("b", never) == [[], [], [0,2,4], [1,3]]
     assert lists("ab", lambda t,n: n < 3) == [[4], [3], [4], [3]]
-    assert [r.number for r in rows] == [0, 1, 2, 3] and [[r.number for r in own_rows([NS(id=i) for i in "ab"], 2, 8, k, 3)] for k in range(3)] == [[0, 3], [1], [2]]
+    assert [r.number for r in rows] == [0, 1, 2, 3] and [[r.number for r in own_rows([NS(id=i) for i in "ab"], 2, k, 3)] for k in range(3)] == [[0, 3], [1], [2]]
 
 def test_rows_spread_over_workers():
     three = [NS(id=i) for i in "abc"]
-    assert workers_of(own_rows(three, 2, 8), 2) == [0, 1, 1, 0, 0, 1]
-    assert [workers_of(own_rows(three, 2, 8, r, 2), 2) for r in (0, 1)] == [[0, 1, 0], [0, 1, 0]]
-    assert workers_of(own_rows(three, 1, 8, 0, 2), 2) == [0, 1]          # tasks 0 and 2: not both in one worker
+    assert workers_of(own_rows(three, 2), 2) == [0, 1, 1, 0, 0, 1]
+    assert [workers_of(own_rows(three, 2, r, 2), 2) for r in (0, 1)] == [[0, 1, 0], [0, 1, 0]]
+    assert workers_of(own_rows(three, 1, 0, 2), 2) == [0, 1]          # tasks 0 and 2: not both in one worker
 
 def test_the_queue_deals_every_episode_once():
     ts = {t.id: t for t in tasks()}

@@ -45,24 +45,21 @@ def idle_row(
     prompt = max((t.prompt for t in tasks), key=lambda text: (policy.prompt_length(text), len(text)))
     return Row(-1, -1, SimpleNamespace(id="idle", prompt=prompt))
 
-# %% ../../nbs/eval/03_call.ipynb #cc8a3aeb
+# %% ../../nbs/eval/03_call.ipynb #297bb37a
 def gather(
     waiting:list, # rows, first come first
-    batch:int     # places of a call
+    batch:int     # places for rows of a queue
 )->dict:          # place -> row
     "The rows of the next policy call."
-    if waiting[0].place is None:
-        return dict(enumerate(sorted(waiting[:batch], key=lambda row: row.number)))
-    call = {}
-    for row in waiting: call.setdefault(row.place, row)
-    return call
+    if any(row.place is not None for row in waiting): return {row.place: row for row in waiting}
+    return dict(enumerate(sorted(waiting[:batch], key=lambda row: row.number)))
 
-# %% ../../nbs/eval/03_call.ipynb #c7ccbf0e
+# %% ../../nbs/eval/03_call.ipynb #2b3d7554
 def batch_gap(
     policy, processor,
     obs:dict,    # one observation of each of three or more environments, images (n,h,w,3), state (n,S)
     tasks,       # of the stream
-    batch:int=8, # places of a call
+    batch:int=8, # a call has one place more
     places=None, # in which the first observation is tried; None: all
     seed:int=0   # of the noise
 )->float:        # largest difference of an action; 0: no bit depends on place and neighbours

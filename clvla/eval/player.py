@@ -20,7 +20,7 @@ from .call import batch_gap, gather, idle_row, predict
 from .metrics import record_key
 from .rows import OwnTrials, Queue, Row, check_envs, own_rows, spec_of, workers_of
 
-# %% ../../nbs/eval/04_player.ipynb #5b83a0c5
+# %% ../../nbs/eval/04_player.ipynb #edc98776
 BATCH = 8            # rows of a policy call for a queue
 POOL_SEED = 0        # of the initial states; runs are compared on equal ones
 CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_opens", "episodes", "steps", "pictures",
@@ -54,8 +54,8 @@ class Player:
             self.batch = batch or BATCH
             self.rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
         else:
-            self.batch = -(-len(self.tasks)*rows_per_task//2)
-            self.rows = own_rows(self.tasks, rows_per_task, self.batch, rank, world)
+            self.batch = len(self.tasks)*rows_per_task-1   # a call has one place more
+            self.rows = own_rows(self.tasks, rows_per_task, rank, world)
             pool["assign"] = workers_of(self.rows, n_workers)
         specs,self.pool = [self.specs[row.task.id] for row in self.rows],None
         if specs: self.pool = make_pool(specs, n_workers, seed=seed, image_size=image_size, H=H, **pool)
@@ -186,7 +186,7 @@ def _answered(self:_Evaluation, row, result):
     if row.over: self._record(row, result.success)
     if row not in self.waiting: self.waiting.append(row)   # one that waited may begin again with its lost worker
 
-# %% ../../nbs/eval/04_player.ipynb #74018cf0
+# %% ../../nbs/eval/04_player.ipynb #9711f177
 @patch
 def _act(self:_Evaluation, rows):
     "One policy call for waiting rows of one key; their chunks go to the simulators."
@@ -197,8 +197,8 @@ def _act(self:_Evaluation, rows):
         v[:] = k == N_ACTIONS   # an idle row has one action, and else zeros
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self._change_policy(rows[0])
-    seats = [call.get(place, self.idle) for place in range(self.batch)]
-    chunks = predict(self.policy, self.processor, self.obs, [*seats, self.idle])
+    seats = [call.get(place, self.idle) for place in range(self.batch+1)]
+    chunks = predict(self.policy, self.processor, self.obs, seats)
     seconds = time.perf_counter()-start
     self.clock["policy"] += seconds
     self.clock["calls"] += 1
@@ -243,11 +243,11 @@ def _count(self:_Evaluation, row, parts):
     for k,n in (("n_"+begin, 1), ("episodes", 1), ("steps", row.steps), ("pictures", len(row.actions)+1)):
         self.clock[k] += n
 
-# %% ../../nbs/eval/04_player.ipynb #d198817f
+# %% ../../nbs/eval/04_player.ipynb #266503c4
 @patch
 def doubt(self:Player, policy, processor)->str:
     "A warning when this policy's actions depend on who else is in a policy call, or \"\"."
-    if self.pool is None: return ""
+    if self.pool is None or self.batch == 0: return ""   # a row alone has no neighbours
     rng,was_training = np_rng(0, "gap"),policy.training
     draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), "u1")
     obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)

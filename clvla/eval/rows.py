@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from ..core.batch import torch_rng
 
-# %% ../../nbs/eval/02_rows.ipynb #985b40ac
+# %% ../../nbs/eval/02_rows.ipynb #09e09290
 @dataclass(eq=False)
 class Row:
     "One environment, and the episode that is under way in it."
     number:int              # among the rows of all processes
     slot:int                # place in this process's pool
     task:object             # whose environment it is, with `id` and `prompt`
-    place:int|None = None   # its place in each policy call; None: any
+    place:int|None = None   # its place in each policy call; None: any that is free
     trial:int|None = None   # under way; None: idle
     key:object = None       # rows of one key share a policy call
     over:bool = False       # its episode is recorded, and the next one has not begun
@@ -86,17 +86,16 @@ class Queue:
         if not self.left.get(task_id): task_id = max(self.left, key=lambda j: len(self.left[j]), default=None)
         return (task_id, self.left[task_id].popleft()) if self.left.get(task_id) else None
 
-# %% ../../nbs/eval/02_rows.ipynb #dab527d7
+# %% ../../nbs/eval/02_rows.ipynb #eb4ef10e
 def own_rows(
     tasks,           # of a stream
     rows_per_task:int,
-    batch:int,       # places of a policy call
     rank:int=0,      # which process this is
     world:int=1      # of how many
 )->list:             # the rows of this process
-    "Rows that belong to tasks."
+    "Rows that belong to tasks, each with a place of its own in a policy call."
     owners = [t for t in tasks for _ in range(rows_per_task)]
-    return [Row(i, slot, owners[i], i%batch) for slot,i in enumerate(range(len(owners))[rank::world])]
+    return [Row(i, slot, owners[i], place=i) for slot,i in enumerate(range(len(owners))[rank::world])]
 
 def workers_of(
     rows,          # of this process
