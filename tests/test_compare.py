@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np, pytest
 from clvla.core.seeds import np_rng
 from clvla.core.files import write_json
-from clvla.eval.compare import (REPEAT, cost_table, group, holm, label, paired_table, read_run, read_runs, summary,
-    versus, wide)
+from clvla.eval.compare import (REPEAT, cost_table, difference_points, group, holm, label, paired_table, read_run,
+    read_runs, summary, versus, wide)
 from clvla.eval.stats import mcnemar
 from clvla.run.config import table
 from clvla.train.config import TrainConfig
@@ -43,6 +43,12 @@ def test_unshared_seeds_are_not_paired(runs_dir):
     runs = read_runs(f"{runs_dir}/er-s0,{runs_dir}/sequential-s1"); t = paired_table(group(runs), "sequential")
     assert label(runs[0], ("algo", "lr")) == "er lr=0.1" and versus(runs[:1], runs[:1], 50)["difference"] == 0
     assert t.seeds.tolist() == [0] and t.pairs.tolist() == [0]
+
+def test_without_a_pair_the_table_and_the_figure_are_empty(runs_dir):
+    "The baseline alone; and a group that shares no seed with it."
+    for runs,n in ((f"{runs_dir}/er-s*", 0), (f"{runs_dir}/er-s0,{runs_dir}/sequential-s1", 1)):
+        t = paired_table(group(read_runs(runs)), "er", 50)
+        assert len(t) == n and "p_holm" in t and t.difference.isna().all() and all(len(d.x) == 0 for d in difference_points(t, "er").data)
 
 def test_refusals(runs_dir, tmp_path):
     runs = read_runs(f"{runs_dir}/er-*"); odd = replace(runs[0], config={**runs[0].config, "lr": .2, "seed": 5})

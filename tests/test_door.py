@@ -341,7 +341,7 @@ def test_a_page_and_its_export_draw_offline(tmp_path):
 
 
 def test_a_stored_page_is_exported_with_its_figures(tmp_path):
-    page = page_html(ROOT/"nbs/eval/06_plots.ipynb", tmp_path/"plots.html").read_text()
+    page = page_html(ROOT/"nbs/eval/07_plots.ipynb", tmp_path/"plots.html").read_text()
     assert page.count(plotly_script()) == 1 and page.count('class="plotly-graph-div"') >= 5
     assert not re.findall(r"<script[^>]*src=[^>]*>", page.replace(plotly_script(), ""))
 

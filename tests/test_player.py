@@ -11,17 +11,18 @@ from clvla.core.seeds import np_rng
 from clvla.data.stats import Processor
 from clvla.data.streams import Task
 from clvla.envs.all import make_env
+from clvla.eval.call import batch_gap, idle_row
 from clvla.eval.films import film, film_firsts
 from clvla.eval.metrics import record_key
-from clvla.eval.parts import Book, merge, plan_of
+from clvla.eval.parts import Book, merge, part_of, plan_of
 from clvla.eval.player import CLOCK, PARTS, Player
-from clvla.eval.rows import OwnTrials, Queue, Row, batch_gap, longest, own_rows, part_of, workers_of
+from clvla.eval.rows import OwnTrials, Queue, Row, own_rows, workers_of
 from clvla.policies.all import make_policy
 
 HERE = Path(__file__).resolve().parent
 load_plugins([str(HERE/"dot_env.py"), str(HERE/"faults.py")])
 
-INFO,N,BATCH = dict(stage=0, after="d", step=None),5,5       # with two rows for each of five tasks, lists of their own have 5 places
+INFO,N,BATCH = dict(stage=0, after="d", step=None),5,9       # with two rows for each of five tasks, lists of their own have 10 places
 PROMPTS = dict(a="go", b="go there", c="go to the place in the middle of it", d="go now", e="stand still")
 TIMES = ("seconds", *(f"time/{p}" for p in PARTS))
 
@@ -75,7 +76,7 @@ def test_records_are_complete(reference, rule):
     assert all(r["time/act"] > 0 and r["time/draw"] > 0 and r["time/begin"] > 0 for r in recs)
     assert all(abs(sum(r[f"time/{p}"] for p in PARTS)-r["seconds"]) < .02 for r in recs)
 
-@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("own", 0, 3), ("queue", 4, 1), ("queue", 1, 1), ("queue", 9, 3), ("queue", 13, 2)])
+@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("own", 0, 3), ("queue", 4, 1), ("queue", 1, 1), ("queue", 12, 3), ("queue", 17, 2)])
 def test_rows_and_workers_change_nothing(reference, rule, rows, n_workers):
     p = Guided(); assert bare(run(rule, n_workers, rows, policy=p)) == bare(reference) and p.shapes == {(BATCH+1, 9)}   # one shape, one length
 
@@ -86,7 +87,7 @@ def test_slow_simulators_change_nothing(reference, rule):
     player.close(); player.tasks[0].env["slow"],player.tasks[3].env["slow"] = .004,.001
     with Player(player.tasks, 2, 3, 32, H=4, batch=player.batch*(rule == "queue"), rows=6) as player: assert bare(evaluate(player)) == bare(reference)
 
-@pytest.mark.parametrize("rule,rows,n_workers,t", [("own", 0, 1, 5), ("own", 0, 2, 0), ("own", 0, 2, 9), ("queue", 4, 2, 5), ("queue", 4, 2, 0), ("queue", 9, 2, 9)])
+@pytest.mark.parametrize("rule,rows,n_workers,t", [("own", 0, 1, 5), ("own", 0, 2, 0), ("own", 0, 2, 9), ("queue", 4, 2, 5), ("queue", 4, 2, 0), ("queue", 13, 2, 9)])
 def test_a_dead_worker_changes_nothing_but_the_count(reference, rule, rows, n_workers, t, tmp_path):
     with player_of(rule, n_workers, rows, dict(trial=2, t=t, flag=str(tmp_path/"died"))) as player:
         recs = evaluate(player)
@@ -194,7 +195,7 @@ class OneKey(Guided):
         assert len(keys) == 1 and (self.pull.item() > 1) == keys.pop()
         return super().predict_chunk(obs, **kw)
 
-@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("queue", 4, 1), ("queue", 9, 3)])
+@pytest.mark.parametrize("rule,rows,n_workers", [("own", 0, 2), ("queue", 4, 1), ("queue", 13, 3)])
 def test_rows_are_grouped_by_what_an_algorithm_changes(reference, rule, rows, n_workers):
     algo,p = Pull(),OneKey(); recs = bare(run(rule, n_workers, rows, policy=p, algo=algo))
     strong = Guided(); strong.pull.data.fill_(1.2); want = bare(run("own", policy=strong))
@@ -240,7 +241,7 @@ def test_who_shares_a_queue():
     def make_pool(specs, *a, **kw): pools.append(specs); return NS(close=lambda: None)
     heavy = [Task("x", "x", "x", dict(kind="libero", suite="libero_goal", name="turn_on_the_stove"))]
     own,parts,asked,stove = Player(tasks(), make_pool=make_pool),Player(tasks(), part=(1, 2), make_pool=make_pool),Player(tasks(), batch=3, make_pool=make_pool),Player(heavy, make_pool=make_pool)
-    assert [(p.shared, p.batch, len(s)) for p,s in zip((own, parts, asked, stove), pools)] == [(False, 5, 10), (True, 8, 4), (True, 3, 4), (True, 8, 4)]
+    assert [(p.shared, p.batch, len(s)) for p,s in zip((own, parts, asked, stove), pools)] == [(False, 9, 10), (True, 8, 4), (True, 3, 4), (True, 8, 4)]
     other = [Task("y", "y", "y", dict(kind="dying", name="y"), eval_env=dict(kind="dying", name="y", max_steps=9))]
     Player(other, make_pool=make_pool); assert {s["max_steps"] for s in pools[-1]} == {9}
     with pytest.raises(ValueError, match="without an environment"): Player([Task("z", "z", "z")])
@@ -250,16 +251,16 @@ def test_who_shares_a_queue():
 def never(task, trial): return False
 
 def test_lists_of_their_own_are_static():
-    rows = own_rows([NS(id=i) for i in "ab"], 2, 8); lists = lambda *a: [list(left) for left in OwnTrials(rows, range(5), *a, 2).left.values()]
+    rows = own_rows([NS(id=i) for i in "ab"], 2); lists = lambda *a: [list(left) for left in OwnTrials(rows, range(5), *a, 2).left.values()]
     assert lists("ab", never) == [[0,2,4], [1,3], [0,2,4], [1,3]] and lists("b", never) == [[], [], [0,2,4], [1,3]]
     assert lists("ab", lambda t,n: n < 3) == [[4], [3], [4], [3]]
-    assert [r.number for r in rows] == [0, 1, 2, 3] and [[r.number for r in own_rows([NS(id=i) for i in "ab"], 2, 8, k, 3)] for k in range(3)] == [[0, 3], [1], [2]]
+    assert [r.number for r in rows] == [0, 1, 2, 3] and [[r.number for r in own_rows([NS(id=i) for i in "ab"], 2, k, 3)] for k in range(3)] == [[0, 3], [1], [2]]
 
 def test_rows_spread_over_workers():
     three = [NS(id=i) for i in "abc"]
-    assert workers_of(own_rows(three, 2, 8), 2) == [0, 1, 1, 0, 0, 1]
-    assert [workers_of(own_rows(three, 2, 8, r, 2), 2) for r in (0, 1)] == [[0, 1, 0], [0, 1, 0]]
-    assert workers_of(own_rows(three, 1, 8, 0, 2), 2) == [0, 1]          # tasks 0 and 2: not both in one worker
+    assert workers_of(own_rows(three, 2), 2) == [0, 1, 1, 0, 0, 1]
+    assert [workers_of(own_rows(three, 2, r, 2), 2) for r in (0, 1)] == [[0, 1, 0], [0, 1, 0]]
+    assert workers_of(own_rows(three, 1, 0, 2), 2) == [0, 1]          # tasks 0 and 2: not both in one worker
 
 def test_the_queue_deals_every_episode_once():
     ts = {t.id: t for t in tasks()}
@@ -267,7 +268,7 @@ def test_the_queue_deals_every_episode_once():
         q,dealt,row = Queue(list(ts.values()), range(7), lambda task,i: (task, i) == ("c", 3), part),[],Row(0, 0, ts["a"])
         while e := q.take(row): row.task = ts[e[0]]; dealt.append(e)
         want = [(t, i) for p,(t,i) in enumerate((t, i) for t in PROMPTS for i in range(7)) if p%part[1] == part[0] and (t, i) != ("c", 3)]
-        assert sorted(dealt) == want and len(q) == 0 and sum(a[0] != b[0] for a,b in zip(dealt, dealt[1:])) == 4   # one task after the other
+        assert sorted(dealt) == want and not any(q.left.values()) and sum(a[0] != b[0] for a,b in zip(dealt, dealt[1:])) == 4   # one task after the other
     for bad in ("1", "1/1", "2/1", "-1/2", "a/b", "0/0", "", "0/2/3", None, "1.0/2", "0/01", "1/02", "00/2", "0/\u0662"):
         with pytest.raises(ValueError, match="part is 'a/b'"): part_of(bad)
     assert part_of("3/12") == (3, 12)
@@ -278,7 +279,7 @@ def test_a_hyphen_makes_two_words_and_the_batch_keeps_its_length():
     "The idle row's instruction is the longest as the tiny policy reads it, so that no neighbour changes the padding."
     from clvla.policies.tiny import hash_words
     ts = [NS(id="a", prompt="put it down now ok"), NS(id="b", prompt="pick-up the top-left-most cup"), NS(id="c", prompt="go - - - - - - there")]
-    text = longest(ts, Guided()); assert text == ts[1].prompt and len(text.split()) < 5 and longest(tasks(), Guided()) == PROMPTS["c"]
+    text = idle_row(ts, Guided()).task.prompt; assert text == ts[1].prompt and len(text.split()) < 5 and idle_row(tasks(), Guided()).task.prompt == PROMPTS["c"]
     assert len({hash_words([text, t.prompt]).shape for t in ts}) == 1
 
 @RULES
