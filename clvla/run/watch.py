@@ -15,7 +15,8 @@ from ..core.files import read_json
 from ..eval.plots import Table, heatmap, loss_curves
 from .checkpoint import checkpoints
 from .config import read_config
-from .launch import RunStopped, Text, bars, read_event
+from ..core.progress import bars, read_event
+from .launch import RunStopped, Text
 from .report import losses_of, matrix_of, parts
 from .folder import RunFolder
 
