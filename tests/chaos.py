@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from clvla.train.config import TrainConfig, resolve
-from clvla.run.shell import fingerprint
+from clvla.run.resume import fingerprint
 from clvla.run.folder import RunFolder
 
 SMALL = dict(suite=dict(base="mw5", num_tasks=2), n_demos=2, steps_per_task=30, n_trials=3, rows_per_task=1, warmup=1, batch_size=8,

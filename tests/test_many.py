@@ -15,7 +15,7 @@ from clvla.core.config import config_json
 from clvla.core.files import read_json
 from clvla.run.checkpoint import checkpoints
 from clvla.train.config import TrainConfig, resolve
-from clvla.run.shell import fingerprint
+from clvla.run.resume import fingerprint
 from clvla.train.learner import train_cl
 from clvla.core.processes import descendants
 from clvla.run.folder import RunFolder

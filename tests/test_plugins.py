@@ -14,7 +14,7 @@ from clvla.eval.compare import CompareConfig, group, read_runs, summary, wide
 from clvla.run.checkpoint import checkpoints
 from clvla.run.config import make_config
 from clvla.run.folder import RunFolder
-from clvla.run.shell import fingerprint
+from clvla.run.resume import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 MINE = '''

@@ -58,7 +58,7 @@ def test_a_run_that_is_stopped_with_batches_ahead_goes_on_exactly(stores, stop):
     def between():
         n[0] += 1
         if n[0] == stop: kept.update(weights=weights(first), state=first.state_dict()); raise Stop
-    first.between = between
+    first.save_if_due = between
     with pytest.raises(Stop): fit(first)
     assert len(threads()) == 1 and first.ctx.loader._ahead                # batches lie ready that nobody will train on
     assert kept["state"]["at"]["loader"]["position"] == first.ctx.loader.position

@@ -18,7 +18,7 @@ from clvla.core.files import read_json
 from clvla.envs.all import kinds
 from clvla.run.checkpoint import checkpoints
 from clvla.train.config import TrainConfig, resolve
-from clvla.run.shell import fingerprint
+from clvla.run.resume import fingerprint
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED, Stopped

@@ -17,7 +17,7 @@ from clvla.core.files import read_json, sha256, write_json
 from clvla.core.state import load_state, save_state
 from clvla.run.checkpoint import check_checkpoint, checkpoints
 from clvla.train.config import TrainConfig, resolve
-from clvla.run.shell import fingerprint
+from clvla.run.resume import fingerprint
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 
@@ -329,7 +329,7 @@ def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatc
 def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monkeypatch):
     "GL backend and LIBERO's assets among them; a folder from before they were noted notes them now."
     from clvla.envs.all import kinds
-    from clvla.run.shell import say_versions
+    from clvla.run.resume import say_versions
     from clvla.train.learner import Imitation
     run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
     monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "12ab"})

@@ -109,7 +109,7 @@ def keep(path, e, ps, acc):
 def odd_way(stage, acc, rows):
     "What a run may do besides: unused weights, a skipped update, new moments, averaged weights, gradients beside."
     m = Net(); e,opt = engine(m, stage, acc); ps,xs,seen = trained(m),data(12),[]
-    world,whole = acc.num_processes if stage else 1,e.whole if stage else lambda **kw: nullcontext()
+    world,whole = acc.num_processes if stage else 1,e.gather_weights if stage else lambda **kw: nullcontext()
     with whole(): ema = EMA(m, .9)
     def beside(b):
         "A second gradient, by autograd, while the first one waits."
@@ -141,7 +141,7 @@ def peek_way(stage, acc, rows):
     "Penalties on weights, and losses at other weights, as EWC and MIR need them; stage 3 makes the weights whole meanwhile."
     m = Net(); e,opt = engine(m, stage, acc); ps,xs,norms = trained(m),data(6),[]
     for k in range(6):
-        with e.whole(run=True) if stage else nullcontext():
+        with e.gather_weights(run=True) if stage else nullcontext():
             if k:
                 there = {n: p.detach()-.1*e.moments(p)["exp_avg"] for n,p in ps.items()}
                 norms.append(functional_call(m, there, (xs[0]|dict(rare=True),))[0].item())
@@ -167,7 +167,7 @@ def tiny_way(stage, acc, rows):
     copy = make_policy("tiny", image_size=32, seed=1); copy.load_state_dict(weights(e))
     chunk,opt,of = copy.eval().predict_chunk(b, noise=torch.zeros(4, 8, 4)),e.state_dict(ps),groups(e)
     if stage:
-        with e.whole(run=True): alone = m.eval().predict_chunk(b, noise=torch.zeros(4, 8, 4)) if acc.is_main_process else chunk
+        with e.gather_weights(run=True): alone = m.eval().predict_chunk(b, noise=torch.zeros(4, 8, 4)) if acc.is_main_process else chunk
         e.close(); norms += [diff(x, chunk) for x in (alone, m.predict_chunk(b, noise=torch.zeros(4, 8, 4)))]
     return dict(w=dict(chunk=chunk), opt=opt, norms=norms + ([] if stage else [0., 0.]), groups=of)
 
@@ -220,7 +220,7 @@ def second(folder, acc):
             if src == "plain": m.load_state_dict(state["w"])
             e,opt = engine(m, stage, acc, .05); ps,xs = trained(m),data(16)
             if src != "plain":
-                with e.whole(write=True): m.load_state_dict(state["w"])
+                with e.gather_weights(write=True): m.load_state_dict(state["w"])
             e.load_state_dict(ps, state["opt"]); loaded = same_state(e, ps, state)
             for k in range(4, 8): update(e, opt, ps, xs[2*k:2*k+2], k, rows, .05, edit=mask)
             end = load_state(folder/f"zero{stage}-end.safetensors")

@@ -87,7 +87,7 @@ class Process:
     def autocast(self): return nullcontext()
     def reduce(self, x:Tensor)->Tensor: return x
     def moments(self, p)->dict: return {}
-    def whole(self, write:bool=False, run:bool=False): return nullcontext()
+    def gather_weights(self, write:bool=False, run:bool=False): return nullcontext()
 
 @dataclass(kw_only=True)
 class CLContext:
@@ -159,7 +159,7 @@ def moments(self:CLContext, p)->dict:
 @patch
 def writing(self:CLContext):
     "Around code that writes weights: the engine takes over what stands there afterwards."
-    return self._engine.whole(write=True)
+    return self._engine.gather_weights(write=True)
 
 # %% ../../nbs/cl/00_base.ipynb #5c33c860
 @patch

@@ -92,7 +92,7 @@ def zero(self:Engine):
     self.optimizer.zero_grad()
 
 @patch
-def whole(self:Engine, write:bool=False, run:bool=False):
+def gather_weights(self:Engine, write:bool=False, run:bool=False):
     "Inside, every process sees whole weights; here they always are (page train/zero is the other case)."
     return nullcontext()
 

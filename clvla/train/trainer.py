@@ -103,7 +103,7 @@ class Trainer:
         self.loss = self.lr = None        # of the last update
         self._engine = None
         # called at the points of a learning curve; between updates; with the record of a bad update
-        self.curve = self.between = self.on_bad = None
+        self.curve = self.save_if_due = self.on_bad = None
 
 # %% ../../nbs/train/01_trainer.ipynb #d363431a
 @patch(as_prop=True)
@@ -185,15 +185,15 @@ def fit(self:Trainer,
     ctx.n_steps = n_steps
     self.policy.train()
     while ctx.step < n_steps:
-        if self.between: self.between()
+        if self.save_if_due: self.save_if_due()
         self.at_point(ctx.step, n_steps, t, name, self.ema)
         self.lr = set_lr(self.engine.raw, ctx.step, n_steps, cfg.warmup)
         self.update(ctx)
         if self.ema: self.ema.update(self.policy)
         self.report(ctx, n_steps, (ctx.step-first)/(time.monotonic()-t0))
-    if self.between: self.between()  # what follows may take long: EWC looks at hundreds of samples
+    if self.save_if_due: self.save_if_due()  # what follows may take long: EWC looks at hundreds of samples
     if self.ema:                     # the average is what is evaluated, and what the next task starts from
-        with self.engine.whole(write=True): self.ema.copy_to(self.policy)
+        with self.engine.gather_weights(write=True): self.ema.copy_to(self.policy)
     call_hook(algo, "on_task_end", ctx)
     ctx.loader.close()
     self.log(stage=t, task=name, drawn=self.drawn())

@@ -170,7 +170,7 @@ def zero(self:ZeroEngine):
 # %% ../../nbs/train/02_zero.ipynb #7c55d84d
 @patch
 @contextmanager
-def whole(self:ZeroEngine,
+def gather_weights(self:ZeroEngine,
     write:bool=False, # what is written inside counts; all processes write the same
     run:bool=False    # the policy is called inside, perhaps by one process alone
 ):                    # the policy
@@ -198,12 +198,12 @@ def whole(self:ZeroEngine,
 @patch
 def full_weights(self:ZeroEngine)->dict:
     "The policy's weights by name, full-size copies in every process."
-    with self.whole() as policy: return {n: x.detach().clone() for n,x in policy.state_dict().items()}
+    with self.gather_weights() as policy: return {n: x.detach().clone() for n,x in policy.state_dict().items()}
 
 @patch
 def close(self:ZeroEngine):
     "Take DeepSpeed off again; the policy is whole and plain afterwards."
-    with self.whole(): full = [p.detach().clone() for p in self.policy.parameters()]
+    with self.gather_weights(): full = [p.detach().clone() for p in self.policy.parameters()]
     self.ds.destroy()
     for p,x in zip(self.policy.parameters(), full): p.data = x
 
