@@ -27,7 +27,7 @@ def emit(
     sys.stdout.write("@"+json.dumps(event)+"\n")  # one write: a line of one process stays one line
     sys.stdout.flush()
 
-# %% ../../nbs/core/10_progress.ipynb #e020b791
+# %% ../../nbs/core/10_progress.ipynb #5536753b
 FIELDS = dict(done=(int, float), total=(int, float))            # every event but the first has these
 STARTED = dict(pid=int, host=str, module=str, time=(int, float))  # an event of the phase "started"
 
@@ -42,9 +42,9 @@ def read_event(
     fields = STARTED if event.get("phase") == "started" else FIELDS
     wrong = [k for k,kind in dict(phase=str, **fields).items() if not isinstance(event.get(k), kind)]
     if not wrong: return event
-    say(f"no progress event, since {' and '.join(wrong)} are missing or of a wrong type; emit(phase, done, total) prints one")
+    say(f"no progress event: {' and '.join(wrong)} missing or of a wrong type; emit(phase, done, total) prints one")
 
-# %% ../../nbs/core/10_progress.ipynb #9ea01ebe
+# %% ../../nbs/core/10_progress.ipynb #087dda40
 NUMBERS = ("loss", "lr", "steps_per_s", "success")   # shown behind the bar
 
 def bars(
@@ -60,4 +60,5 @@ def bars(
 def _bar(done:float, total:float, seconds:float, label:str, numbers:str="")->str:
     "One bar as text, 100 columns wide."
     return tqdm.format_meter(done, total, seconds, prefix=label, postfix=numbers, ncols=100, ascii=" =",
-                             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]")
+                             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} "
+                                        "[{elapsed}<{remaining}, {rate_fmt}{postfix}]")

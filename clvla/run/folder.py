@@ -119,7 +119,7 @@ def stored_settings(
         remedy = f"{copies[-1]} is a copy, put it in its place" if copies else "choose another run_dir"
         raise ValueError(f"{e} {remedy}") from e
 
-# %% ../../nbs/run/00_folder.ipynb #822bb2af
+# %% ../../nbs/run/00_folder.ipynb #24364f87
 @patch
 @contextmanager
 def lock(self:RunFolder):
@@ -134,7 +134,7 @@ def lock(self:RunFolder):
             self.check_free()   # names the other process; if it names none:
             raise ValueError(f"{self.path} is being written by this process ({os.getpid()}) already; "
                              "choose another run_dir")
-        with suppress(OSError): (self.path/"reserve").write_bytes(os.urandom(1 << 16))   # zeros might be compressed away
+        with suppress(OSError): (self.path/"reserve").write_bytes(os.urandom(1 << 16))   # zeros might be compressed
         try: yield self
         finally: (self.path/"reserve").unlink(missing_ok=True)
 
