@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from clvla.core.files import write_json
-from clvla.run.child import as_child, emit, end_with_parent
+from clvla.core.progress import emit
+from clvla.run.child import as_child, end_with_parent
 from clvla.run.ranks import launch_ranks
 from clvla.run.folder import RunFolder
 from clvla.run.stop import Stopped, StopFlag

@@ -23,9 +23,10 @@ from clvla.eval.plots import Table, figure_html, metrics_table, page_html, plotl
 from clvla.run.checkpoint import load_checkpoint, remedy, save_checkpoint
 from clvla.core.records import append_jsonl, read_jsonl
 from clvla.run.folder import Cost, RunFolder
-from clvla.run.launch import launch, sweep
+from clvla.run.launch import launch
 from clvla.run.report import finish
 from clvla.run.stop import exit_text, kill_cause, oom_kills
+from clvla.run.sweep import sweep
 from clvla.run.watch import Run
 from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check
@@ -261,7 +262,7 @@ def test_a_killed_run_says_so_everywhere(tmp_path, monkeypatch):
 def test_a_sweep_names_the_signal(tmp_path, monkeypatch):
     run = begun(tmp_path/"run")
     def start(path): return subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    monkeypatch.setattr("clvla.run.launch.start", start)
+    monkeypatch.setattr("clvla.run.sweep.start", start)
     with pytest.raises(RuntimeError, match=r"run was ended by SIGKILL.*console\.txt"): sweep([run.path])
 
 

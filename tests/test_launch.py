@@ -3,22 +3,25 @@ import json
 import os
 import platform
 import re
-import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chaos import alive, wait_for
 from clvla.core.files import write_json
+from clvla.core.processes import descendants
 from clvla.train.config import TrainConfig, resolve
 from clvla.run.child import explain
-from clvla.run.launch import launch, start
+from clvla.run.launch import RunStopped, launch
 from clvla.run.ranks import commands
-from clvla.run.folder import RunFolder, descendants
+from clvla.run.folder import RunFolder
+from clvla.run.sweep import start, sweep
 from clvla.run.watch import Run
 
 HERE = Path(__file__).resolve().parent
@@ -49,7 +52,7 @@ def pids(run, world):
 
 def as_page(run, act="launch('ranks_work', PATH)"):
     "A page: a process that launches the run."
-    code = f"from clvla.run.launch import launch, start; PATH = {str(run.path)!r}; {act}"
+    code = f"from clvla.run.launch import launch; from clvla.run.sweep import start; PATH = {str(run.path)!r}; {act}"
     return subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
@@ -213,6 +216,42 @@ def test_detached_run_survives_its_page(tmp_path):
     wait_for(lambda: not alive(child))
 
 
+THREAD = "import threading, time; t = threading.Thread(target=start, args=(PATH,), kwargs=dict(module='ranks_work')); t.start(); t.join(); time.sleep(99)"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("end", ["killed", "done"])
+def test_a_run_started_in_a_thread_outlives_the_thread_but_not_its_page(tmp_path, end, world):
+    "Linux's PR_SET_PDEATHSIG would end it with the thread."
+    run = begun(tmp_path/"run", dict(steps=10_000 if end == "killed" else 40), num_processes=world)
+    page = as_page(run, THREAD)
+    left = pids(run, world)
+    if end == "done": wait_for(lambda: run.status == "done", 30)
+    else:
+        wait_for(lambda: len(run.logs()) > 10, 30)   # .5 s, and the thread has ended long ago
+        assert run.status == "running"
+    page.kill()
+    page.communicate()
+    wait_for(lambda: not any(map(alive, left)), 30)
+    assert run.status == ("done" if end == "done" else "stopped")
+
+
+def test_a_sweep_names_what_was_stopped(tmp_path):
+    "A run that was stopped and can go on is no failure; the same sweep finishes it."
+    runs = [begun(tmp_path/name, dict(steps=n)) for name, n in (("short", 1), ("long", 10_000))]
+    stopper = threading.Thread(target=lambda: (pids(runs[1], 1), Run.open(runs[1].path).stop()))
+    stopper.start()
+    start_work = lambda path: start(path, module="ranks_work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clvla.run.sweep.start", start_work)
+        with pytest.raises(RunStopped, match="stopped, and have saved where they were: .*long; the same command goes on"): sweep([r.path for r in runs])
+        stopper.join()
+        assert [r.status for r in runs] == ["done", "stopped"]
+        (runs[1].path/"do.json").write_text("{}")
+        sweep([r.path for r in runs])
+    assert [r.status for r in runs] == ["done", "done"]
+
+
 def test_a_detached_run_that_fails_says_why(tmp_path):
     run = begun(tmp_path/"run", {"raise": 0})
     p = start(run.path, detached=True, module="ranks_work")
@@ -228,15 +267,16 @@ def free_port():
     with socket.socket() as s: s.bind(("127.0.0.1", 0)); return s.getsockname()[1]
 
 
-def test_two_machines(tmp_path):
-    "Each machine's command, typed on this one: they find each other and finish one run."
+def test_two_machines(tmp_path, monkeypatch):
+    "A page starts the first machine's part, the second machine's command is copied: they find each other and finish one run."
     run = begun(tmp_path/"run", machines=f"127.0.0.1:{free_port()},127.0.0.1", timeout=.5)
+    monkeypatch.chdir(tmp_path)
     both = commands(run.cfg)
-    assert len(both) == 2 and all(f"--node_rank {k}" in c and "--nnodes 2" in c for k, c in enumerate(both))
-    first = subprocess.Popen([sys.executable, "-m", "ranks_work", str(run.path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    words = [w.replace("clvla.run", "ranks_work") if w == "clvla.run" else w for w in shlex.split(both[1])]
-    env, words = dict(w.split("=") for w in words[:2]), [sys.executable, *words[3:]]
-    second = subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    assert both == [f"CLVLA_NODE={k} python -m clvla.run {run.path}" for k in (0, 1)]
+    assert commands(replace(run.cfg, run_dir="run")) == both   # a relative folder may be another one on another machine
+    first = as_page(run)
+    command = both[1].replace("python -m clvla.run", f"{sys.executable} -m ranks_work")
+    second = subprocess.run(command, shell=True, cwd=HERE, capture_output=True, text=True, timeout=60)
     assert second.returncode == 0, second.stderr
     assert "hello from 0 of 2" in first.communicate(timeout=60)[0] and first.returncode == 0 and run.status == "done"
 

@@ -17,7 +17,8 @@ from clvla.run.checkpoint import checkpoints
 from clvla.train.config import TrainConfig, resolve
 from clvla.run.resume import fingerprint
 from clvla.train.learner import train_cl
-from clvla.run.folder import RunFolder, descendants
+from clvla.core.processes import descendants
+from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED
 
 HERE = Path(__file__).parent

@@ -331,7 +331,7 @@ def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monke
     from clvla.run.resume import say_versions
     from clvla.train.learner import Imitation
     run, said, now = RunFolder(tmp_path), [], dict(torch="2.9", gl="osmesa")
-    monkeypatch.setattr("clvla.run.folder.versions", lambda: now); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "12ab"})
+    monkeypatch.setattr("clvla.run.versions.versions", lambda: now); monkeypatch.setattr(kinds["libero"], "identity", lambda spec: {"assets": "12ab"})
     tasks = [NS(env=dict(kind="libero"), source=dict(kind="demos")), NS(env=None, source=None)]
     learner = NS(cfg=NS(evaluate="lower"), stream=NS(tasks=tasks))
     learner.versions = lambda: Imitation.versions(learner)

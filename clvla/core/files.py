@@ -6,8 +6,9 @@
 __all__ = ['REMEDIES', 'system_message', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
            'clean_temporary', 'sha256', 'reading']
 
-# %% ../../nbs/core/02_files.ipynb #b1b0708c
+# %% ../../nbs/core/02_files.ipynb #8b73958a
 import errno, hashlib, json, os, platform, re, secrets, shutil, time
+from contextlib import contextmanager
 from pathlib import Path
 
 # %% ../../nbs/core/02_files.ipynb #b4cd6359
@@ -93,7 +94,7 @@ def read_json(path):
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not valid JSON ({e}); was it edited, or cut off?") from e
 
-# %% ../../nbs/core/02_files.ipynb #70a25c9a
+# %% ../../nbs/core/02_files.ipynb #eb83bf82
 def clean_temporary(
     folder,          # where `write_atomic` has written
     deep:bool=False, # look into its folders too
@@ -104,14 +105,14 @@ def clean_temporary(
     for p in sorted(Path(folder).glob("**/.*.tmp" if deep else ".*.tmp")):
         m = re.fullmatch(r"\..+\.(\d+)@(.+)\.[0-9a-f]{8}\.tmp", p.name)
         if not m or p.is_symlink() or not p.is_dir() or p.name in _temporary: continue
-        if m[2] == platform.node(): left = int(m[1]) == os.getpid() or not _alive(int(m[1]))
-        else: left = time.time()-p.stat().st_mtime > 3600*hours
-        if left:
+        if m[2] == platform.node(): is_left = int(m[1]) == os.getpid() or not _is_alive(int(m[1]))
+        else: is_left = time.time()-p.stat().st_mtime > 3600*hours
+        if is_left:
             shutil.rmtree(p, ignore_errors=True)
             removed.append(p)
     return removed
 
-def _alive(pid:int)->bool:
+def _is_alive(pid:int)->bool:
     "Whether a process of this machine is there."
     try: os.kill(pid, 0)
     except ProcessLookupError: return False
@@ -122,9 +123,6 @@ def _alive(pid:int)->bool:
 def sha256(path)->str:
     "SHA-256 of a file, as 64 hexadecimal digits."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
-
-# %% ../../nbs/core/02_files.ipynb #52b373dc
-from contextlib import contextmanager
 
 # %% ../../nbs/core/02_files.ipynb #c22de126
 @contextmanager

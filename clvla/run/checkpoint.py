@@ -15,12 +15,12 @@ from ..core.state import disk_error, load_state, save_state
 from ..core.files import (clean_temporary, fsync, json_text, os_error, read_json, sha256, system_message,
                               write_json)
 
-# %% ../../nbs/run/01_checkpoint.ipynb #a77770d2
+# %% ../../nbs/run/01_checkpoint.ipynb #341779cc
 def checkpoints(
     root,           # folder of all checkpoints
     ends:bool=False # those at the tasks' ends only
 )->list:            # their folders, in the order of time
-    "Folders of all finished checkpoints, whole or not."
+    "Folders of all finished checkpoints, also of damaged ones."
     root = Path(root)
     folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
     return sorted((p for p in folders if not ends or not is_inside(p)), key=in_time)

@@ -21,9 +21,10 @@ from ..eval.parts import difference, fractions, merge, part_of, plan_of, write_p
 from ..eval.player import BATCH, POOL_SEED, Player
 from ..policies.all import load_policy
 from ..run.checkpoint import check_checkpoint, read_manifest
-from ..run.child import emit
+from ..core.progress import emit
 from ..run.config import device_of
-from ..run.folder import RunFolder, versions
+from ..run.folder import RunFolder
+from ..run.versions import versions
 from ..run.stop import StopFlag
 from clvla.train.eval_config import (EvalConfig, Evaluation, begin_eval, check_eval, check_starts, processor_of,
     read_eval_config)

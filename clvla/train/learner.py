@@ -22,7 +22,7 @@ from ..eval.player import POOL_SEED, Player
 from ..policies.all import build_policy
 from ..policies.weights import load_weights, read_base, save_base, save_policy
 from ..run.folder import RunFolder
-from ..run.child import emit
+from ..core.progress import emit
 from ..run.shell import run_learner
 from ..run.stop import Stopped
 from .config import TrainConfig, resolve

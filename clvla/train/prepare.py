@@ -31,7 +31,7 @@ from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
 from ..run.folder import check_folder
 from .config import TrainConfig, stream_for
-from ..run.child import emit
+from ..core.progress import emit
 
 # %% ../../nbs/train/03_prepare.ipynb #f6932d57
 def check_strategy(

@@ -87,7 +87,7 @@ class Trainer:
         policy,        # see policies.base
         algo,          # a `CLAlgorithm`
         log=None,      # called with keyword arguments, one record per update
-        progress=None, # called with keyword arguments, see `launch.bars`
+        progress=None, # called with keyword arguments, see `emit`
         acc=None       # from `make_accelerator`; made here if None
     ):
         self.cfg,self.stream,self.data,self.policy,self.algo = cfg,stream,data,policy,algo
