@@ -319,7 +319,7 @@ def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
 
 def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatch):
     import importlib.metadata as im
-    from clvla.run.folder import versions
+    from clvla.run.versions import versions
     there = lambda *names: monkeypatch.setattr(im, "distributions", lambda: [NS(metadata={"Name": n}, version="1") for n in names])
     there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
     assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "peft")] == ["1"]*5+["not installed"]
