@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+import clvla.run.config as run_config
 from clvla.core.files import os_error, system_message, write_json
 from clvla.core.state import load_state, save_state
 from clvla.eval.plots import Table, figure_html, metrics_table, page_html, plotly_script
@@ -28,6 +29,7 @@ from clvla.run.stop import exit_text, kill_cause, oom_kills
 from clvla.run.sweep import sweep
 from clvla.run.watch import Run
 from clvla.train.config import TrainConfig, resolve
+from clvla.train.prepare import check
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -41,6 +43,32 @@ def begun(path, **kw):
     run = RunFolder(path)
     run.begin(config(path, **kw), pytest.fail)
     return run
+
+
+# settings that cannot work
+
+def test_data_dir_that_is_a_file_is_named(tmp_path):
+    (tmp_path/"file").write_text("mine")
+    for data in ("file", "file/data"):
+        with pytest.raises(ValueError, match="data_dir .* is a file; choose another data_dir"):
+            check(config(tmp_path/"run", algo="er", suite="dot_2", data_dir=str(tmp_path/data)))
+
+
+def test_a_number_that_is_not_finite_is_named(tmp_path):
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="'weight_decay': found (inf|nan), expected a finite float"): TrainConfig.of(weight_decay=value)
+
+
+def test_more_processes_than_the_machine_bears_are_refused_for_that(tmp_path, monkeypatch):
+    "Not for the batch, which could not be dealt out either."
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ValueError, match="num_processes is 64 on each machine, and this one has 2 cores; use at most 8"):
+        config(tmp_path/"run", num_processes=64)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(run_config, "memory_gb", lambda: 2.)
+    with pytest.raises(ValueError, match=r"each needs at least [\d.]+ GB, together \d+ GB, and this machine has 2 GB; use at most"):
+        config(tmp_path/"run", num_processes=64)
+    run_config.check_machine(config(tmp_path/"run"))
 
 
 # paths that cannot be a run's folder

@@ -385,7 +385,7 @@ def parameters():
 
 
 def test_protocol_is_made_of_parameters_of_run_cl():
-    from clvla.train.config import from_page
+    from clvla.run.config import from_page
     names = parameters(); cfg = from_page(TrainConfig, dict(names), set())
     given = {**vars(cfg), **cfg.algo_kw}   # a parameter that is no field goes to the algorithm that has it
     assert {k: given[k] for k in names if k != "algo_kw"}|{"algo_kw": {k: given[k] for k in names["algo_kw"]}} == names
@@ -395,7 +395,7 @@ def test_protocol_is_made_of_parameters_of_run_cl():
 
 
 def test_protocol_passes_every_check_at_a_small_scale(tmp_path):
-    from clvla.train.config import from_page
+    from clvla.run.config import from_page
     cfg = resolve(from_page(TrainConfig, {**parameters(), **SMALL, "data_dir": str(tmp_path)}, set()))
     assert check(cfg).ids == [libero_id(o) for o in SUITES["libero_goal"][:2]] and (cfg.n_trials, cfg.n_demos) == (2, 3)
     both = check(resolve(from_page(TrainConfig, {**parameters(), **SMALL, "suite": parameters()["suite"]}, set())))

@@ -225,7 +225,7 @@ def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
     "Two tasks, two cameras, full meshes, hard resets, MIR with its cache, the file as it stands but for what makes it small."
     from pathlib import Path
     from papermill.iorw import read_yaml_file
-    from clvla.train.config import TrainConfig, from_page
+    from clvla.run.config import from_page; from clvla.train.config import TrainConfig
     from clvla.train.learner import train_cl
     file = Path(__file__).resolve().parents[1]/"nbs/protocols/libero_goal.yaml"
     d = read_yaml_file(str(file)); d["suite"] = d["suite"] | dict(tasks=["goal-turn-on-stove", "goal-put-cream-cheese-in-bowl"])

@@ -21,7 +21,8 @@ from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.weights import load_weights, read_lora, save_base, save_policy
 from clvla.policies.lora import add_lora
-from clvla.train.config import TrainConfig, differences, from_page, read_config, resolve
+from clvla.run.config import differences, from_page, read_config
+from clvla.train.config import TrainConfig, resolve
 
 SMALL = dict(image_size=32, D=16, n_blocks=1, n_rows=16)
 

@@ -24,7 +24,8 @@ from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
 from clvla.policies.weights import load_weights, read_policy_config, save_policy
 from clvla.run.checkpoint import check_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from clvla.train.config import TrainConfig, read_config, resolve
+from clvla.run.config import read_config
+from clvla.train.config import TrainConfig, resolve
 from clvla.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -458,7 +458,8 @@ def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkey
     python,plugin = str(tmp_path/"old/bin/python"),tmp_path/"old_plugin.py"
     plugin.write_text(f"PYTHON = {python!r}\n{OLD}")
     monkeypatch.setattr(plugins, "_loaded", {})   # other tests' plugins may need torch, and later ones do not need this
-    load_plugins([str(plugin)])
+    (tmp_path/"torch_plugin.py").write_text("import torch\nfrom clvla.cl.all import algos\nalgos['torchy'] = 'clvla.cl.er:ER'\n")
+    load_plugins([str(tmp_path/"torch_plugin.py"), str(plugin)])   # the first registers no kind, so the other interpreter leaves it out
     sp = [{"kind": k, "name": n} for k,n in (("old", "left"), ("dot", "left"), ("old", "up"))]
     with EnvPool(sp, 1, image_size=8, H=4) as pool:
         assert [w.slots for w in pool._workers] == [[1], [0, 2]] and [w.python for w in pool._workers] == [None, python]

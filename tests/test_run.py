@@ -344,7 +344,7 @@ def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monke
 
 
 def test_looking_at_the_gl_backend_chooses_none(monkeypatch):
-    from clvla.run.folder import gl_now
+    from clvla.run.versions import gl_now
     for k in ("MUJOCO_GL", "LP_NUM_THREADS"): monkeypatch.delenv(k, raising=False)
     assert gl_now() in ("osmesa", "egl") and not {"MUJOCO_GL", "LP_NUM_THREADS"} & set(os.environ)
     monkeypatch.setenv("MUJOCO_GL", "crayons"); assert gl_now() == "none" and os.environ["MUJOCO_GL"] == "crayons"

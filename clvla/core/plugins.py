@@ -6,7 +6,7 @@
 __all__ = ['Plugin', 'load_plugins', 'is_file', 'loaded', 'describe']
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10003
-import hashlib, importlib, importlib.metadata, importlib.util, sys, traceback
+import importlib, importlib.metadata, importlib.util, sys, traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from .files import sha256
@@ -21,7 +21,8 @@ class Plugin:
     id:str      # a file's sha256, a module's version
     module:str  # name in sys.modules
 
-_loaded = {}    # name -> Plugin
+_loaded = {}      # name -> Plugin
+_registered = {}  # module -> what its import put into which registries, as in {"algorithm", "policy"}
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10008
 def _load_file(path:Path)->Plugin:
@@ -47,9 +48,10 @@ def _forget(module:str):
 # %% ../../nbs/core/07_plugins.ipynb #a0f10009
 def _import(name:str, module:str, run):
     "Import a plugin; ValueError names the plugin, the line and the error, and nothing stays registered."
-    error = None
+    error,start = None,len(Registry.added)
     try: run()
     except Exception as e: error = e
+    _registered[module] = {registry.what for _,registry,_ in Registry.added[start:]}
     if error is None: return
     _forget(module)
     lines = [f for f in traceback.extract_tb(error.__traceback__) if f.name == "<module>" and f.filename.endswith(".py")]
@@ -90,10 +92,14 @@ def is_file(name:str)->bool:
     return name.endswith(".py") or "/" in name
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f1000c
-def loaded()->list:
-    "Names for `load_plugins` in a child process: what this process has imported, in the same order."
+def loaded(
+    what=None # only plugins that registered this, as in "kind of environment"
+)->list:      # names for `load_plugins` in a child process
+    "What this process has imported, in the same order."
     newest = {p.module: p.name for p in _loaded.values() if p.kind != "entry point" and p.module in sys.modules}
-    return list(newest.values())
+    if what is None: return list(newest.values())
+    # a module that was imported before it was named as a plugin may have registered anything
+    return [name for module,name in newest.items() if what in _registered.get(module, {what})]
 
 def describe(
     names=None # some of the plugins; all that were imported by default

@@ -57,7 +57,7 @@ def _by_name(name:str)->Stream|None:
 
 # %% ../../nbs/envs/06_all.ipynb #691accc7
 def defaults_of(stream:Stream)->dict:
-    "Settings that suit a stream: n_demos, steps_per_task, image_size, action_norm."
+    "`Kind.defaults` of the stream's environment: settings of a run that suit it."
     task = next((task for task in stream.tasks if task.env is not None), stream.tasks[0])
     return dict(kind_of(task).defaults)
 

@@ -66,8 +66,9 @@ def child_env(python=None)->dict:
     "Environment variables of a child process."
     here = str(Path(clvla.__file__).resolve().parents[1])
     paths = [here] if python else [p or os.getcwd() for p in sys.path]
+    plugins = loaded("kind of environment" if python else None)
     return dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", LP_NUM_THREADS="0",
-                CLVLA_PLUGINS=json.dumps(loaded()), PYTHONPATH=os.pathsep.join(paths))
+                CLVLA_PLUGINS=json.dumps(plugins), PYTHONPATH=os.pathsep.join(paths))
 
 # %% ../../nbs/envs/02_child.ipynb #d42b69b1
 def child():

@@ -24,9 +24,9 @@ def main(
     if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.run RUN_DIR [EVALUATION]")
     run = RunFolder(args[0])
     cfg = replace(run.cfg, plugins=plugins_of(run.cfg, copies=True))
-    if "RANK" not in os.environ:
-        for line in changes(run.path): print(line)
-    if len(args) == 2: evaluations[cfg.learner](run.path, args[1])
+    if len(args) == 2:
+        for line in changes(run.path): print(line)   # a run says it itself
+        evaluations[cfg.learner](run.path, args[1])
     elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_ranks(cfg))
     else:
         from clvla.run.shell import run_learner

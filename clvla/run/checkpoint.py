@@ -161,7 +161,7 @@ def remedy(
     "What to do about a damaged checkpoint: which folder to remove, and from where the run can go on."
     path = Path(path)
     others = [p for p in checkpoints(path.parent) if p.name != path.name and not check_checkpoint(p)]
-    if not others: return f"there is no whole one beside it; put a copy of it in its place, or begin in a new folder"
+    if not others: return "there is no whole one beside it; put a copy of it in its place, or begin in a new folder"
     earlier = [p for p in others if in_time(p) < in_time(path)] or others
     return f"remove {path}, or take {earlier[-1].name} beside it, which is whole"
 

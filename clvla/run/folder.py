@@ -91,7 +91,8 @@ def clear(self:RunFolder):
 
 # %% ../../nbs/run/00_folder.ipynb #ccee0499
 def check_folder(
-    path # where a run's folder is or shall be
+    path,          # where a folder is or shall be
+    name="run_dir" # of the setting that names it
 ):
     "ValueError when the path is a file, leads through one, or cannot be a path."
     for p in (Path(path), *Path(path).parents):
@@ -99,9 +100,9 @@ def check_folder(
         except (FileNotFoundError, NotADirectoryError): continue
         except (OSError, ValueError) as e:
             why = getattr(e, "strerror", None) or e
-            raise ValueError(f"run_dir {str(path)[:80]!r} cannot be a folder ({why}); choose another one") from e
+            raise ValueError(f"{name} {str(path)[:80]!r} cannot be a folder ({why}); choose another one") from e
         if is_folder: return
-        raise ValueError(f"run_dir {path} needs a folder, but {p} is a file; choose another run_dir")
+        raise ValueError(f"{name} {path} needs a folder, but {p} is a file; choose another {name}")
 
 @patch
 def check_empty(self:RunFolder):

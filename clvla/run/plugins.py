@@ -17,7 +17,9 @@ def stored_plugins(
 )->list:    # name, kind and id of each plugin, and its copy's path; [] for a run without
     "What a run's folder says of its plugins; ValueError when a copy is not what was stored."
     entries = _entries(run_dir)
-    for copy,digest in ((Path(e["copy"]), e["id"]) for e in entries if "copy" in e):
+    for entry in entries:
+        if "copy" not in entry: continue
+        copy,digest = Path(entry["copy"]),entry["id"]
         if not copy.exists(): raise ValueError(f"{copy} is missing: the run was begun with this plugin; put it back")
         if sha256(copy) != digest:
             raise ValueError(f"{copy} was changed after the run began; put the file back whose sha256 is {digest}, "
@@ -27,8 +29,10 @@ def stored_plugins(
 def _entries(run_dir)->list:
     "The entries of plugins.json, each file with its copy's path."
     path = Path(run_dir)/"plugins.json"
-    copy = lambda name: str(Path(run_dir)/"plugins"/Path(name).name)
-    return [e | (dict(copy=copy(e["name"])) if e["kind"] == "file" else {}) for e in (read_json(path) if path.exists() else [])]
+    entries = read_json(path) if path.exists() else []
+    for entry in entries:
+        if entry["kind"] == "file": entry["copy"] = str(Path(run_dir)/"plugins"/Path(entry["name"]).name)
+    return entries
 
 def plugins_of(
     cfg,         # config of a run: run_dir, plugins
@@ -36,56 +40,67 @@ def plugins_of(
 )->list:         # names that were imported
     "Import a run's plugins: what the config names, or the copies that the run's folder has."
     if copies or RunFolder(cfg.run_dir).has_results:
-        names = [e.get("copy", e["name"]) for e in stored_plugins(cfg.run_dir)]
+        names = _imported(stored_plugins(cfg.run_dir))
     else: names = list(cfg.plugins)
     load_plugins(names)
     return names
 
+def _imported(entries:list)->list:
+    "What the processes of a run import: each file's copy, each module's name."
+    return [entry.get("copy", entry["name"]) for entry in entries]
+
 # %% ../../nbs/run/13_plugins.ipynb #b1000007
 def keep_plugins(
-    cfg,      # resolved config of a run whose folder was begun
-    say=print # told what has changed and is no reason to refuse
+    cfg # resolved config of a run whose folder was begun
 ):
     "Copy the plugins of a run without results into its folder; ValueError when those of another have changed."
-    if RunFolder(cfg.run_dir).has_results: return check_changed(cfg, say)
+    if RunFolder(cfg.run_dir).has_results: return check_changed(cfg)
     path = Path(cfg.run_dir)/"plugins.json"
     if not cfg.plugins: return path.unlink(missing_ok=True)
-    if list(cfg.plugins) == [e.get("copy", e["name"]) for e in _entries(cfg.run_dir)]: return  # a child has its copies already
+    if list(cfg.plugins) == _imported(_entries(cfg.run_dir)): return   # this process was started with the copies
     write_json(path, [_keep(cfg, name) for name in cfg.plugins])
     plugins_of(cfg, copies=True)   # from now on, also for the children of this process, the copies
 
 def _keep(cfg, name:str)->dict:
-    "Copy one plugin and describe it."
-    about, = describe([name])
+    "Copy one plugin if it is a file; what plugins.json says of it."
+    entry, = describe([name])
     copy = Path(cfg.run_dir)/"plugins"/Path(name).name
-    if about["kind"] == "file" and copy != Path(name):
+    if entry["kind"] == "file" and copy != Path(name):
         if [Path(p).name for p in cfg.plugins].count(copy.name) > 1:
             raise ValueError(f"two plugins are called {copy.name}; rename one of them")
         write_atomic(copy, lambda tmp: Path(tmp).write_bytes(Path(name).read_bytes()))
-    return about
+    return entry
 
 # %% ../../nbs/run/13_plugins.ipynb #b100000b
-def check_changed(cfg, say=print):
-    "ValueError when a config names plugins that are not those of the run; another version of a module is said."
-    entries = {Path(e["name"]).name: e for e in stored_plugins(cfg.run_dir)}
+def check_changed(cfg):
+    "ValueError when a config names plugins that are not those of the run."
+    entries = {Path(entry["name"]).name: entry for entry in stored_plugins(cfg.run_dir)}
     for name in cfg.plugins:
-        if Path(name).name not in entries:
-            raise ValueError(f"plugin {name!r} was not there when this run began; leave it out, or choose another run_dir")
-        e = entries[Path(name).name]
-        if e["kind"] == "file" and Path(name).exists() and sha256(name) != e["id"]:
+        entry = entries.get(Path(name).name)
+        if entry is None:
+            raise ValueError(f"plugin {name!r} was not there when this run began; leave it out, or choose another "
+                             "run_dir")
+        if "copy" in entry and _differs(name, entry):
             raise ValueError(f"plugin {name} has changed since this run began. To go on with the old one, put it back "
-                             f"({e['copy']} is its copy) or call `python -m clvla.run {cfg.run_dir}`; for the new one "
+                             f"({entry['copy']} is its copy) or call `python -m clvla.run {cfg.run_dir}`; for the new one "
                              "choose another run_dir")
-    for line in changes(cfg.run_dir):
-        if "is now" in line: say(line)
+
+def _differs(file, entry:dict)->bool:
+    "Whether a file is there and has another content than the stored one."
+    return Path(file).exists() and sha256(file) != entry["id"]
 
 def changes(run_dir)->list:
     "What has changed of a run's plugins since it began, one line each."
     lines = []
-    for e in stored_plugins(run_dir):
-        now = describe([e["name"]])
-        if "copy" in e and Path(e["name"]).exists() and sha256(e["name"]) != e["id"]:
-            lines.append(f"plugin {e['name']} has changed since this run began; the run goes on with its copy {e['copy']}")
-        elif "copy" not in e and now and now[0]["id"] != e["id"]:
-            lines.append(f"plugin {e['name']} was {e['id']} when this run began and is now {now[0]['id']}; results may differ")
+    for entry in stored_plugins(run_dir):
+        name,version = entry["name"],entry["id"]
+        if "copy" in entry:
+            if _differs(name, entry):
+                lines.append(f"plugin {name} has changed since this run began; the run goes on with its copy "
+                             f"{entry['copy']}")
+            continue
+        current = describe([name])
+        if current and current[0]["id"] != version:
+            lines.append(f"plugin {name} was {version} when this run began and is now {current[0]['id']}; results may "
+                         "differ")
     return lines

@@ -19,7 +19,7 @@ from .all import learners
 from .checkpoint import clean, latest_checkpoint, prune
 from .child import explain
 from .folder import Cost, RunFolder
-from .plugins import keep_plugins
+from .plugins import changes, keep_plugins
 from .resume import load_into, mend_records, say_versions, write_checkpoint
 from .stop import StopFlag, Stopped
 
@@ -105,7 +105,8 @@ class Shell:
         self.run = RunFolder(cfg.run_dir, self.rank)
         if self.rank == 0:
             self.run.begin(cfg, self.say)
-            keep_plugins(cfg, self.say)
+            keep_plugins(cfg)
+            for line in changes(self.run.path): self.say(line)
         self.acc.wait_for_everyone()
         self.cost = Cost(self.run.path)
         self.saved_time,self.saved_position = time.monotonic(),None  # of the last checkpoint

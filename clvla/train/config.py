@@ -12,8 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 import json, os
 from ..envs.all import defaults_of, make_stream
-from ..run.config import (RunConfig, check_values, differences, from_page, hosts, read_config, settings_of, with_folders,
-                              world_of)
+from ..run.config import RunConfig, check_machine, check_values, settings_of, with_folders, world_of
 from ..run.plugins import plugins_of
 
 # %% ../../nbs/train/00_config.ipynb #e86e98ab
@@ -157,6 +156,7 @@ def check_batch(cfg:TrainConfig)->TrainConfig:
     for k in ("ema", "lr_floor"):
         if not 0 <= getattr(cfg, k) < 1: raise ValueError(f"{k} lies in [0,1), found {getattr(cfg, k)}")
     parts = cfg.accumulation*world_of(cfg)
-    if cfg.batch_size % parts: raise ValueError(f"batch_size {cfg.batch_size} cannot be split into {parts} "
-        "micro-batches (accumulation x processes); choose a multiple")
-    return cfg
+    if cfg.batch_size % parts == 0: return cfg
+    check_machine(cfg)   # too many processes for this machine is the better reason
+    raise ValueError(f"batch_size {cfg.batch_size} cannot be split into {parts} micro-batches (accumulation x "
+                     "processes); choose a multiple")

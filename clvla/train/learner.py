@@ -99,8 +99,8 @@ def make_data(self:Imitation, checkpoint:Path|None):
     self.data = TaskData(stores, self.processor, self.cfg.chunk)
     if checkpoint is None: return
     if read_json(checkpoint/"processor.json") != json.loads(json_text(self.processor.to_json())): raise ValueError(
-        f"the data under {self.cfg.data_dir} are not those that {checkpoint.name} was trained on: their statistics differ. "
-        "Put the old data there, or start a new run_dir")
+        f"the data under {self.cfg.data_dir} are not those that {checkpoint.name} was trained on: their statistics "
+        "differ. Put the old data there, or start a new run_dir")
 
 @patch
 def write_stream(self:Imitation):
@@ -231,8 +231,8 @@ def play(self:Imitation,
     shell.run.merge_episodes()
     self.acc.wait_for_everyone()
     records = episodes_at(shell.run, t, step)
-    if films: film_firsts(firsts(records), films, [self.stream[i] for i in tasks], shell.run.path/"videos"/f"{t:03d}-{name}",
-                          seed=POOL_SEED, enough=lambda: shell.stop.requested)
+    if films: film_firsts(firsts(records), films, [self.stream[i] for i in tasks],
+                          shell.run.path/"videos"/f"{t:03d}-{name}", seed=POOL_SEED, enough=lambda: shell.stop.requested)
     self.acc.wait_for_everyone()
     shell.add_cost("evaluation", time.monotonic()-start)
     return sum(r["success"] for r in records)/max(1, len(records))
@@ -244,10 +244,11 @@ def play_missing(self:Imitation, t:int, name:str, tasks:list, step, films:dict|N
     player,recorded = self.player_for(policy),episodes_at(shell.run, t, step)
     record = self.recorder([*recorded], f"after {name}", len(tasks)*cfg.n_trials)
     moment = dict(stage=t, after=name, step=step)   # goes into each record
-    try: player.evaluate(policy, self.processor, range(cfg.n_trials), cfg.seed, moment, tasks, map(record_key, recorded), record,
-                         films, shell.stop.check, self.trainer.algo)
+    try: player.evaluate(policy, self.processor, range(cfg.n_trials), cfg.seed, moment, tasks,
+                         map(record_key, recorded), record, films, shell.stop.check, self.trainer.algo)
     except Stopped: shell.say("asked to stop; the episodes so far are kept")
 
+# %% ../../nbs/train/04_learner.ipynb #828a2501
 def episodes_at(run:RunFolder, t:int, step)->list:
     "Records of the episodes that were played after stage `t`, or at update `step` inside it."
     return [r for r in run.episodes(lambda line: None) if (r["stage"], r["step"]) == (t, step)]
@@ -271,7 +272,8 @@ def player_for(self:Imitation, policy)->Player:
     cfg,shell = self.cfg,self.shell
     if self.player is not None: return self.player
     n = max(1, cfg.n_workers//shell.world)
-    self.player = Player(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, shell.rank, shell.world)
+    self.player = Player(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, shell.rank,
+                         shell.world)
     if shell.rank == 0 and (doubt := self.player.doubt(policy, self.processor)): shell.say(doubt)
     return self.player
 

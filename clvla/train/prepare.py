@@ -13,7 +13,6 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from multiprocessing.connection import wait as readable
 from pathlib import Path
-import torch
 from ..cl.all import make_algo
 from ..core.names import require
 from ..core.config import config_json
@@ -30,6 +29,7 @@ from ..policies.all import check_policy
 from ..policies.weights import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
+from ..run.folder import check_folder
 from .config import TrainConfig, stream_for
 from ..core.progress import emit
 
@@ -81,6 +81,7 @@ def check(
 )->Stream:        # the stream that they name
     "Look up every name of a config; ValueError says what was probably meant."
     check_machine(cfg)
+    check_folder(cfg.data_dir, "data_dir")
     # the data, which are not there yet, say how many discrete actions there are
     check_policy(cfg, **(dict(action_dim=1, n_actions=2) if cfg.head == "discrete" else {}))  # builds none
     algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
@@ -121,10 +122,13 @@ def locked(
     on_wait=None # called every fifth of a second while another process has it; may raise
 ):
     "Hold a lock beside `path`; waits for another process that holds it."
-    lock = Path(path).parent/f".{Path(path).name}.lock"; lock.parent.mkdir(parents=True, exist_ok=True)
+    lock = Path(path).parent/f".{Path(path).name}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "w") as f:
         while True:
-            try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB); break
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError: time.sleep(.2)
             if on_wait is not None: on_wait()
         yield
@@ -195,7 +199,9 @@ class _Makers:
 
     def gone(self, child, why):
         "Note a lost child; its task, which has to be made again."
-        task,_ = self.at.pop(child); child.end(); self.lost[task.id] += 1
+        task,_ = self.at.pop(child)
+        child.end()
+        self.lost[task.id] += 1
         if self.lost[task.id] >= CHANCES:
             raise RuntimeError(f"the process that makes {task.id} was lost {CHANCES} times; the last time: {why}")
         self.say(f"{task.id}: its process was lost and the task is made again ({why.splitlines()[0]})")
@@ -232,7 +238,8 @@ def make_all_demos(
         while todo or makers.at:
             while todo and len(makers.at) < max(1, cfg.n_workers):
                 makers.give(Child("clvla.train.prepare:demo_worker", python=_python(todo[0])), todo.popleft())
-            wait(); _round(makers, todo, lambda o: stores.update({o.id: FrameStore.open(_places(o, cfg, stream)[1])}))
+            wait()
+            _round(makers, todo, lambda o: stores.update({o.id: FrameStore.open(_places(o, cfg, stream)[1])}))
             emit(phase="demonstrations", done=len(stores), total=len(tasks))
     finally:
         for c in makers.at: c.end()
@@ -243,7 +250,8 @@ def _round(makers, todo, done):
     "Hear who has something to say within a fifth of a second, and hand out what is left."
     socks = {c.sock: c for c in makers.at}
     for sock in readable(list(socks), .2):
-        c = socks[sock]; what,task = makers.hear(c) or (None,None)
+        c = socks[sock]
+        what,task = makers.hear(c) or (None,None)
         if what == "again": todo.appendleft(task)
         if what == "done":
             done(task)
