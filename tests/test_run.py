@@ -318,7 +318,7 @@ def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
 
 def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatch):
     import importlib.metadata as im
-    from clvla.run.folder import versions
+    from clvla.run.versions import versions
     there = lambda *names: monkeypatch.setattr(im, "distributions", lambda: [NS(metadata={"Name": n}, version="1") for n in names])
     there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
     assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "peft")] == ["1"]*5+["not installed"]
@@ -343,7 +343,7 @@ def test_a_run_says_what_has_changed_and_not_what_it_never_noted(tmp_path, monke
 
 
 def test_looking_at_the_gl_backend_chooses_none(monkeypatch):
-    from clvla.run.folder import gl_now
+    from clvla.run.versions import gl_now
     for k in ("MUJOCO_GL", "LP_NUM_THREADS"): monkeypatch.delenv(k, raising=False)
     assert gl_now() in ("osmesa", "egl") and not {"MUJOCO_GL", "LP_NUM_THREADS"} & set(os.environ)
     monkeypatch.setenv("MUJOCO_GL", "crayons"); assert gl_now() == "none" and os.environ["MUJOCO_GL"] == "crayons"
