@@ -67,6 +67,7 @@ def test_assign_and_task_names():
         assert [w.slots for w in pool.workers] == [[2],[0,1,3]]
         assert pool.task_ids == ["task-0","task-1"]*2 and pool.prompts[0] == "task 0" and (pool.state_dim, pool.action_dim) == (3, 2)
     with pytest.raises(ValueError, match="one worker for each of 4 slots"): light(4, 2, assign=[0])
+    with pytest.raises(ValueError, match=r"numbers of workers, 0..1; got \[2, -1\]"): light(4, 2, assign=[0, 2, 1, -1])
     with pytest.raises(ValueError, match="at least one slot and one worker"): light(4, 0)
 
 def test_chunk_stops_at_success_and_pads_nothing():
@@ -199,6 +200,24 @@ def test_failures_count_until_an_episode_is_over():
         assert pool.restarts == 5
     with pytest.raises(ValueError, match="closed; make a new one"): pool.reset(0, 0)
 
+def test_an_abandoned_episode_leaves_no_failure_behind():
+    with light(1, 1, max_restarts=1) as pool:
+        for trial in range(3):
+            pool.reset(0, trial); all_of(pool)
+            os.kill(pids(pool)[0], signal.SIGKILL); pool.step(0, np.zeros((1, 2)))
+            assert all_of(pool)[0].restarted     # once, and the next reset abandons the episode
+        assert pool.restarts == 3
+
+def test_a_view_is_overwritten_when_its_worker_is_replaced():
+    "Slot 0 has been given no command since its result."
+    with light(2, 1) as pool:
+        for i in range(2): pool.reset(i, 3)
+        start = all_of(pool)[0].obs[STATE].copy()
+        pool.step(0, np.zeros((4, 2))); view = all_of(pool, [0])[0].obs[STATE]
+        assert not np.array_equal(view, start)
+        os.kill(pids(pool)[0], signal.SIGKILL); pool.step(1, np.zeros((1, 2))); all_of(pool)
+        assert np.array_equal(view, start)
+
 def test_a_worker_that_is_lost_while_it_restarts_is_replaced_again():
     with light(4, 2) as pool:
         for i in range(4): pool.reset(i, 3)
@@ -310,6 +329,18 @@ def test_a_slot_changes_its_environment():
         pool.reset(2, 3, other()); assert one_episode(pool, 2) == want          # in the other slot of the same worker, too
         pool.reset(0, 5, specs(1)[0]); assert one_episode(pool, 0) == home      # and back
         pool.reset(1, 3, other()); pool.reset(1, 3); assert one_episode(pool, 1) == want  # overtaken while it is built
+
+def test_a_changed_environment_reports_its_own_task_and_prompt(tmp_path):
+    changed = specs(1)[0] | {"name": "the-other-task"}
+    with light(1, 1, sp=[changed]) as pool: at_start = pool.task_ids,pool.prompts
+    assert at_start == (["the-other-task"], ["the other task"])
+    with light(1, 1) as pool:
+        pool.reset(0, 0, changed); all_of(pool); assert (pool.task_ids, pool.prompts) == at_start
+        pool.reset(0, 1, changed | {"prompt": "said"}); assert pool.prompts == ["said"]
+        all_of(pool); assert pool.prompts == ["said"]
+        pool.reset(0, 2, changed); pool.reset(0, 3); all_of(pool); assert pool.prompts == at_start[1]   # overtaken
+        lost = changed | {"name": "lost-once", "fault": "start-segv", "once": str(tmp_path/"once")}
+        pool.reset(0, 4, lost); all_of(pool); assert pool.restarts == 1 and pool.prompts == ["lost once"]
 
 @pytest.mark.parametrize("fault", ["segv", "draw"])
 def test_a_worker_that_dies_with_a_changed_environment_loses_no_episode(fault, tmp_path):

@@ -30,7 +30,7 @@ class ER(CLAlgorithm):
         n = self.n_drawn(ctx.batch_size)
         drawn = self.choose(n, ctx) if n else []
         self.replayed.update(task_id for task_id,_ in drawn)
-        return ctx.mix(batch, drawn, self.buf.fetch)
+        return ctx.mix(batch, drawn, self.buf.fetch)   # `drawn` holds (task id, position in its memory) pairs
 
     def choose(self, n, ctx): return self.buf.draw(n)
     def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0

@@ -25,7 +25,7 @@ class EnvPool:
         image_size:int=48,# picture height and width, pixels, where a spec says nothing else
         seed:int=0,       # base seed of all trials
         H:int=8,          # longest action chunk, steps
-        assign:list=None, # slot -> worker; None: slot modulo `n_workers`
+        assign:list=None, # number of each slot's worker; None: slot modulo `n_workers`
         **faults          # start_timeout, timeout, max_restarts: as `Supervisor` takes them
     ):
         self.H,self._ready = int(H),[]   # `_ready`: results that `wait` has not returned yet
@@ -56,18 +56,21 @@ class EnvPool:
 def deal_slots(
     specs:list,    # of the slots
     n_workers:int,
-    assign=None    # slot -> worker; None: slot modulo `n_workers`
+    assign=None    # number of each slot's worker, in 0..n_workers-1; None: slot modulo `n_workers`
 )->tuple:          # list of `Worker`, list of `Slot`; slots of one worker share an interpreter
     "Deal the slots to workers."
     if not specs or n_workers < 1:
         raise ValueError(f"a pool needs at least one slot and one worker; got {len(specs)} and {n_workers}")
-    if assign is None: assign = range(len(specs))
+    if assign is None: assign = [slot%n_workers for slot in range(len(specs))]
     if len(assign) != len(specs):
         raise ValueError(f"`assign` needs one worker for each of {len(specs)} slots; got {len(assign)}")
-    groups = {}   # (number of the worker, interpreter) -> slots
+    if outside := [number for number in assign if number not in range(n_workers)]:
+        raise ValueError(f"`assign` holds numbers of workers, 0..{n_workers-1}; got {outside}")
+    slots_of = {}   # (number of the worker, interpreter) -> slots
     for slot,(number,spec) in enumerate(zip(assign, specs)):
-        groups.setdefault((int(number)%min(n_workers, len(specs)), python_of(spec) or ""), []).append(slot)
-    workers = [Worker(slots, python or None) for (_,python),slots in sorted(groups.items())]
+        worker = int(number),python_of(spec) or ""
+        slots_of.setdefault(worker, []).append(slot)
+    workers = [Worker(slots, python or None) for (_,python),slots in sorted(slots_of.items())]
     worker_of = {slot: w for w in workers for slot in w.slots}
     return workers,[Slot(worker_of[slot], spec) for slot,spec in enumerate(specs)]
 
@@ -101,9 +104,9 @@ def _change(self:EnvPool, slot, spec):
     if python != s.worker.python:
         raise ValueError(f"slot {slot} lives in a worker of {s.worker.python or 'this interpreter'}, kind "
                          f"{spec.get('kind')!r} needs {python or 'this one'}; make a pool of its own")
-    s.spec,s.built = dict(spec),False
+    s.spec,s.begun = dict(spec),False
     s.task_id = spec.get("task_id", spec.get("name"))
-    s.prompt = spec.get("prompt", s.task_id)
+    s.prompt = spec.get("prompt")   # without one: the environment's own, which comes with its first observation
 
 # %% ../../nbs/envs/03_pool.ipynb #2f7b2b1b
 @patch
@@ -117,7 +120,7 @@ def step(self:EnvPool,
     self.supervisor.check_open()
     self._check_chunk(slot, actions, watch)
     s = self.slots[slot]
-    if s.restarted: return
+    if s.restarted: return   # the worker was lost: its first observation is on the way, `wait` returns it
     if not s.under_way: raise ValueError(f"slot {slot}: no episode is under way; call reset(slot, trial) first")
     if slot in s.worker.unanswered: raise ValueError(f"slot {slot} still owes a result; call wait() first")
     self._check_discrete(slot, actions)
@@ -149,7 +152,9 @@ def _check_discrete(self:EnvPool, slot, actions):
 def wait(self:EnvPool,
     timeout:float=None # seconds; None: until something comes
 )->list:               # of `Result`; empty only when `timeout` has passed
-    "The results that are there, as soon as there is one; RuntimeError when a worker fails again and again."
+    """The results that are there, as soon as there is one. RuntimeError when a worker fails again and again; ValueError
+    when no slot has been given a command, or the pool is closed; the worker's error when an environment could not be
+    built or refused its trial (RuntimeError where `raise_as` does not know its class)."""
     self.supervisor.check_open()
     until = float("inf") if timeout is None else time.monotonic()+timeout
     while not self._ready:
@@ -167,13 +172,14 @@ def _accept(self:EnvPool, answer):
         raise_as(answer["refused"])
     result = self._result(answer["slot"], s)
     self._ready.append(result)
-    s.built,s.restarted = True,False
-    if result.terminated or result.truncated: s.under_way,s.failures = False,0
+    s.begun,s.restarted = True,False
+    if "prompt" in answer: s.task_id,s.prompt = answer["task_id"],answer["prompt"]   # of a reset
+    if result.terminated or result.truncated: s.under_way = False
 
 # %% ../../nbs/envs/03_pool.ipynb #a99308d1
 @dataclass(frozen=True)
 class Result:
-    "What came back from one slot; `obs` and `watched` are views, good until the slot's next command."
+    "What came back from one slot; `obs` and `watched` are views until the slot's next command, or the next `wait`."
     slot:int
     trial:int
     obs:dict              # the last observation
@@ -189,7 +195,7 @@ class Result:
 
     @property
     def reward(self)->float:
-        "Sum of the rewards, added one after the other: `sum` rounds otherwise from Python 3.12 on."
+        "Sum of the rewards, one after the other: the last digit of `sum` depends on the version of Python."
         total = 0.
         for reward in self.rewards.tolist(): total += reward
         return total
@@ -200,20 +206,23 @@ def _result(self:EnvPool, slot, s)->Result:
     memory,n = self._memory,int(self._memory["n_steps"][slot])
     watched = {step: {k: memory["watched."+k][slot,step-1] for k in self.obs if k != N_ACTIONS}
                for step in self._watch[slot] if step <= n}
-    return Result(slot, s.trial, {k: v[slot] for k,v in self.obs.items()}, memory["rewards"][slot,:n].copy(),
-                  *map(bool, memory["flags"][slot]), n, s.restarted, tuple(memory["seconds"][slot].tolist()),
-                  not s.built, watched)
+    success,terminated,truncated = memory["flags"][slot].astype(bool).tolist()
+    return Result(slot=slot, trial=s.trial, obs={k: v[slot] for k,v in self.obs.items()},
+                  rewards=memory["rewards"][slot,:n].copy(), success=success, terminated=terminated,
+                  truncated=truncated, n_steps=n, restarted=s.restarted,
+                  seconds=tuple(memory["seconds"][slot].tolist()), opened=not s.begun, watched=watched)
 
 # %% ../../nbs/envs/03_pool.ipynb #2991b3f1
 @patch
-def _share_memory(self:EnvPool, about:list):
+def _share_memory(self:EnvPool, facts:list):
     "Lay out the memory for the slots' environments, and tell the workers where everything lies."
-    like = check_alike(about)
+    like = check_alike(facts)   # the sizes that all environments of the pool have, now and later
     self.state_dim,self.action_dim,self.discrete = like["state_dim"],like["action_dim"],like["discrete"]
     self.sizes = dict(like["cameras"])
     self.cameras = tuple(self.sizes)
     layout = memory_layout(len(self), self.sizes, self.state_dim, self.action_dim, self.H, self.discrete)
-    self._memory = memory_arrays(self.supervisor.share_memory(layout, like), layout)
+    memory_fd = self.supervisor.share_memory(layout, like)
+    self._memory = memory_arrays(memory_fd, layout)
     self._watch = [()]*len(self)   # of each slot's last chunk: the steps whose observations are wanted
     keys = [*(IMAGES+c for c in self.cameras), STATE]+[N_ACTIONS]*self.discrete
     self.obs = {k: self._memory[k] for k in keys}

@@ -52,7 +52,7 @@ class Worker:
         self.unanswered = {}     # slot -> number of its last command
         self.alive_at = 0.       # clock, seconds: when it was last known to be alive
         self.starting = True     # its process is coming up
-        self.opening = set()     # slots whose environment it is building
+        self.opening = set()     # slots whose environment it builds or first resets: only lengthens its deadline
     @property
     def proc(self): return self.child.proc
 
@@ -64,8 +64,8 @@ class Slot:
         self.trial,self.seq = None,0        # `seq`: number of the last command
         self.under_way = False              # an episode has begun and is not over
         self.restarted = False              # the episode begins again, and its first result has not come yet
-        self.failures = 0                   # how often the episode began again
-        self.built = False                  # the environment has begun an episode
+        self.failures = 0                   # how often this episode began again
+        self.begun = False                  # the environment has begun an episode in the present process
 
 # %% ../../nbs/envs/08_supervisor.ipynb #ddf9cdea
 @patch
@@ -110,7 +110,7 @@ def share_memory(self:Supervisor, layout:dict, like:dict)->int:
     "Give the shared memory its size and tell every worker, and every later one, its layout; returns its open file."
     os.ftruncate(self.memory_fd, layout["size"])
     self._layout = dict(layout=layout, like=like)
-    for w in self.workers: send(w.child.sock, **self._layout)
+    for w in self.workers: send(w.child.sock, **self._layout)   # dropped where the process is dead: see `command`
     return self.memory_fd
 
 # %% ../../nbs/envs/08_supervisor.ipynb #57d1c0a1
@@ -118,19 +118,19 @@ def share_memory(self:Supervisor, layout:dict, like:dict)->int:
 def begin(self:Supervisor, slot, trial, **message):
     "Begin an episode in a slot."
     s = self.slots[slot]
-    s.trial,s.under_way,s.restarted = trial,True,False
-    if not s.built: s.worker.opening.add(slot)   # some simulators are built by their first reset
+    s.trial,s.under_way,s.restarted,s.failures = trial,True,False,0
+    if not s.begun: s.worker.opening.add(slot)   # some simulators are built by their first reset
     self.command(slot, trial=trial, **message)
 
 @patch
 def command(self:Supervisor, slot, **message):
-    "Send a command to a slot's worker; `answers` notices a worker that is gone."
+    "Send a command to a slot's worker."
     s = self.slots[slot]
     w = s.worker
     s.seq += 1
     if not w.unanswered: w.alive_at = time.monotonic()   # it was idle until now
     w.unanswered[slot] = s.seq
-    send(w.child.sock, slot=slot, seq=s.seq, **message)
+    send(w.child.sock, slot=slot, seq=s.seq, **message)   # dropped where the process is dead, which `answers` notices
 
 # %% ../../nbs/envs/08_supervisor.ipynb #86a4339f
 @patch
@@ -170,7 +170,7 @@ def _replace(self:Supervisor, w, why):
     w.child.end()
     lost = [slot for slot in w.slots if self.slots[slot].under_way]
     w.unanswered,w.opening = {},set(lost)   # the new process builds them at its start, or at their first reset
-    for slot in w.slots: self.slots[slot].built = False
+    for slot in w.slots: self.slots[slot].begun = False
     for slot in lost: self.slots[slot].failures += 1
     self._give_up(w, lost, why)
     self._note_loss(w, why)
@@ -190,6 +190,7 @@ def _note_loss(self:Supervisor, w, why):
 @patch
 def _give_up(self:Supervisor, w, lost, why):
     "Close, and raise RuntimeError, when an episode of one of the lost slots has begun again too often."
+    # `lost` is never empty: only a worker that owes an answer is watched, and the slot that waits for it has an episode
     s = max((self.slots[slot] for slot in lost), key=lambda s: s.failures)
     if s.failures <= self.max_restarts: return
     self.close()

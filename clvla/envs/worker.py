@@ -24,14 +24,14 @@ def worker(
     if (message := recv(sock)) is None: return
     memory = memory_arrays(memory_fd, message["layout"])
     while command := recv(sock):
-        problem = carry_out(memory, envs, command, message["like"])
-        send(sock, slot=command["slot"], seq=command["seq"], **problem)
+        answer = carry_out(memory, envs, command, message["like"])
+        send(sock, slot=command["slot"], seq=command["seq"], **answer)
         trim()
     for env in envs.values(): env.close()
 
 # %% ../../nbs/envs/07_worker.ipynb #ee87f677
 def carry_out(memory, envs, command, like)->dict:
-    "Carry out one command in the shared memory; {} or {\"refused\": error}."
+    "Carry out one command in the shared memory; returns what the answer holds besides slot and number."
     slot,start,envs.drawing = command["slot"],time.perf_counter(),0.
     if "spec" in command or slot not in envs:
         try: envs.build(slot, command.get("spec") or envs.specs[slot], like)
@@ -49,7 +49,7 @@ def carry_out(memory, envs, command, like)->dict:
     memory["rewards"][slot,:n],memory["flags"][slot],memory["n_steps"][slot] = rewards,flags,n
     rest = time.perf_counter()-start-envs.drawing
     memory["seconds"][slot] = (rest, 0, envs.drawing) if "trial" in command else (0, rest, envs.drawing)
-    return {}
+    return dict(task_id=env.task_id, prompt=env.prompt) if "trial" in command else {}
 
 def act(memory, env, slot, command, out)->tuple:
     "Carry out a chunk; the observations that were asked for are drawn where the parent reads them."
