@@ -68,8 +68,8 @@ def deal_slots(
         raise ValueError(f"`assign` holds numbers of workers, 0..{n_workers-1}; got {outside}")
     slots_of = {}   # (number of the worker, interpreter) -> slots
     for slot,(number,spec) in enumerate(zip(assign, specs)):
-        worker = int(number),python_of(spec) or ""
-        slots_of.setdefault(worker, []).append(slot)
+        interpreter = python_of(spec) or ""
+        slots_of.setdefault((int(number), interpreter), []).append(slot)
     workers = [Worker(slots, python or None) for (_,python),slots in sorted(slots_of.items())]
     worker_of = {slot: w for w in workers for slot in w.slots}
     return workers,[Slot(worker_of[slot], spec) for slot,spec in enumerate(specs)]
@@ -126,7 +126,7 @@ def step(self:EnvPool,
     self._check_discrete(slot, actions)
     self._memory["action"][slot,:len(actions)] = actions
     self._watch[slot] = watch
-    self.supervisor.command(slot, n=len(actions), **(dict(watch=watch) if watch else {}))
+    self.supervisor.command(slot, n=len(actions), watch=watch)
 
 # %% ../../nbs/envs/03_pool.ipynb #8f04ed14
 @patch
