@@ -177,7 +177,7 @@ def test_interrupting_the_page_saves(tmp_path):
     p.send_signal(signal.SIGINT)
     out = p.communicate(timeout=60)[0]
     assert "RunStopped" in out and "the same command continues" in out and "saving 1999" in out and run.status == "stopped"
-    assert out.splitlines()[:2] == ["starting", "hello from 0 of 1"] and "training" not in out   # outside a notebook: no bars
+    assert "starting" in out.splitlines() and "training" not in out   # outside a notebook: no bars
     p = as_page(run)
     wait_for(lambda: run.status == "running")
     Run.open(run.path).stop()
@@ -295,8 +295,7 @@ def test_patience_is_the_configs(tmp_path):
     left = pids(run, 2)
     p.terminate()
     assert "process 0 was ended by SIGKILL" in p.communicate(timeout=45)[0] and p.returncode == 1 and not any(map(alive, left))
-    pages = [(ROOT/f"nbs/{page}.ipynb").read_text() for page in ("run_cl", "eval_cl")]
-    assert [page.count("patience=60*cfg.timeout)") for page in pages] == [1, 1]
+    assert "run.path, patience=60*cfg.timeout)" in (ROOT/"nbs/run_cl.ipynb").read_text()
 
 
 def test_only_machines_that_do_not_meet_are_said_not_to(tmp_path, monkeypatch):
