@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from chaos import alive, wait_for
 from clvla.core.files import write_json
@@ -19,7 +20,7 @@ from clvla.core.processes import descendants
 from clvla.train.config import TrainConfig, resolve
 from clvla.run.child import explain
 from clvla.run.launch import RunStopped, launch
-from clvla.run.ranks import commands
+from clvla.run.ranks import _run_ranks, commands
 from clvla.run.folder import RunFolder
 from clvla.run.sweep import start, sweep
 from clvla.run.watch import Run
@@ -176,6 +177,7 @@ def test_interrupting_the_page_saves(tmp_path):
     p.send_signal(signal.SIGINT)
     out = p.communicate(timeout=60)[0]
     assert "RunStopped" in out and "the same command continues" in out and "saving 1999" in out and run.status == "stopped"
+    assert "starting" in out.splitlines() and "training" not in out   # outside a notebook: no bars
     p = as_page(run)
     wait_for(lambda: run.status == "running")
     Run.open(run.path).stop()
@@ -284,6 +286,30 @@ def test_two_machines(tmp_path, monkeypatch):
 def test_a_machine_that_never_comes(tmp_path):
     run = begun(tmp_path/"run", machines=f"127.0.0.1:{free_port()},127.0.0.1", timeout=.05)
     with pytest.raises(RuntimeError, match="did not find one another within 0.05 minutes"): launch("ranks_work", run.path, show=len)
+
+
+def test_patience_is_the_configs(tmp_path):
+    "A rank whose checkpoint takes longer than `timeout` is killed by its launcher, and one that saves within it is not."
+    run = begun(tmp_path/"run", dict(steps=10_000, saving=60), num_processes=2, timeout=.05)   # 3 s
+    p = subprocess.Popen([sys.executable, "-m", "ranks_work", str(run.path)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    left = pids(run, 2)
+    p.terminate()
+    assert "process 0 was ended by SIGKILL" in p.communicate(timeout=45)[0] and p.returncode == 1 and not any(map(alive, left))
+    assert "run.path, patience=60*cfg.timeout)" in (ROOT/"nbs/run_cl.ipynb").read_text()
+
+
+def test_only_machines_that_do_not_meet_are_said_not_to(tmp_path, monkeypatch):
+    def fails(error):
+        def torchrun(args): raise error
+        monkeypatch.setattr("torch.distributed.run.main", torchrun)
+        return pytest.raises(RuntimeError)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    one, two = (begun(tmp_path/name, machines=hosts).cfg for name, hosts in (("one", ""), ("two", "alpha,beta")))
+    with fails(DistNetworkError("no port")) as alone: _run_ranks(one, "ranks_work")
+    with fails(RuntimeError("a bug")) as bug: _run_ranks(two, "ranks_work")
+    with fails(DistNetworkError("no answer")) as apart: _run_ranks(two, "ranks_work")
+    assert (str(alone.value), str(bug.value)) == ("no port", "a bug")
+    assert "did not find one another within 30 minutes (no answer)" in str(apart.value) and "reach alpha" in str(apart.value)
 
 
 HANG = """import datetime, time, torch, torch.distributed as dist; from clvla.run.child import as_child

@@ -6,34 +6,35 @@
 __all__ = ['LINUX', 'PORT', 'STOP_SIGNALS', 'HANGS', 'launch_ranks', 'rank_args', 'commands', 'pass_on', 'exit_code']
 
 # %% ../../nbs/run/04_ranks.ipynb #b7176231
-import logging, os, shlex, signal, sys, threading, time
+import logging, os, shlex, signal, sys, threading
 from pathlib import Path
 from ..core.processes import descendants, kill_all, send_signal
 from .stop import EXIT_STOPPED, exit_text, oom_kills
 from .config import RunConfig, device_of, hosts
 
 # %% ../../nbs/run/04_ranks.ipynb #1d8d19a5
+LINUX = sys.platform == "linux"   # elsewhere there is no /proc that lists the ranks, and torchrun itself ends them
+
 def launch_ranks(
     cfg:RunConfig,      # of a run that was begun
     module="clvla.run"  # what each rank runs, with the run folder as its argument
 )->int:                 # exit code: 0 done, 75 stopped, 1 failed
     "Start this machine's ranks, pass signals on to them, and wait; RuntimeError when the machines do not meet."
     folder,kills = Path(cfg.run_dir),oom_kills()
-    stopped_before = _written_at(folder/"stopped.json")   # an earlier start may have left it
-    if LINUX: pass_on(60*cfg.timeout)                     # as long may a rank that was asked to stop take to save
+    earlier_stop = _written_at(folder/"stopped.json")
+    if LINUX: pass_on(patience=60*cfg.timeout)   # minutes to seconds
     codes = _run_ranks(cfg, module)
-    stopped = _written_at(folder/"stopped.json") not in (None, stopped_before)
-    return exit_code(codes, stopped, (folder/"done.json").exists(), kills)
+    stopped = _written_at(folder/"stopped.json") not in (None, earlier_stop)
+    return exit_code(codes, stopped=stopped, done=(folder/"done.json").exists(), kills=kills)
 
 def _written_at(path:Path)->int|None:
     "When a file was written, in nanoseconds; None when it is not there."
     return path.stat().st_mtime_ns if path.exists() else None
 
 # %% ../../nbs/run/04_ranks.ipynb #cb4e11ba
-LINUX = sys.platform == "linux"
-
 def _run_ranks(cfg:RunConfig, module:str)->dict:
     "Run this machine's ranks to their end; the exit codes other than 0, by rank."
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
     os.environ |= dict(OMP_NUM_THREADS=str(cfg.threads), CLVLA_LAUNCHER=str(os.getpid()))
@@ -42,10 +43,10 @@ def _run_ranks(cfg:RunConfig, module:str)->dict:
     args = rank_args(cfg, int(os.environ.get("CLVLA_NODE", 0))) + ["--signals_to_handle", "SIGQUIT"]*LINUX
     try: torchrun([*args, "-m", module, cfg.run_dir])
     except ChildFailedError as e: return {rank: failure.exitcode for rank,failure in e.failures.items()}
-    except RuntimeError as e:
+    except DistError as e:   # of the connection between launchers
+        if len(hosts(cfg)) < 2: raise
         raise RuntimeError(f"the machines of {cfg.run_dir} did not find one another within {cfg.timeout:g} minutes "
-                           f"({e}). Each needs its own command, and must reach the first of "
-                           f"{hosts(cfg) or 'this one'}") from e
+                           f"({e}). Each needs its own command, and must reach {hosts(cfg)[0]}") from e
     return {}
 
 # %% ../../nbs/run/04_ranks.ipynb #e5e24520
@@ -80,7 +81,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def pass_on(
     patience:float # seconds until ranks that do not end are killed
 ):
-    "From now on, SIGTERM, SIGINT and SIGHUP go to the children of this process, which itself goes on."
+    "From now on, SIGTERM, SIGINT and SIGHUP go to this process' children; before there are any, they end it (128+n)."
     read_fd,write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     for number in STOP_SIGNALS: signal.signal(number, lambda *_: None)
@@ -88,38 +89,39 @@ def pass_on(
     threading.Thread(target=_pass_signals, args=(read_fd, patience), daemon=True).start()
 
 def _pass_signals(read_fd:int, patience:float):
-    "Pass signals on: the first one as SIGTERM, a second SIGINT as it is."
-    is_first = True
-    while number := os.read(read_fd, 1):
-        if number[0] not in STOP_SIGNALS: continue
+    "Pass signals on as SIGTERM, but a SIGINT after the first signal as SIGINT."
+    was_asked = False
+    while byte := os.read(read_fd, 1):
+        number = byte[0]
+        if number not in STOP_SIGNALS: continue
         children = descendants(os.getpid(), deep=False)
-        if not children: os._exit(128+number[0])   # nothing was started yet
-        again = number[0] == signal.SIGINT and not is_first
-        send_signal(children, signal.SIGINT if again else signal.SIGTERM)
-        if is_first: threading.Thread(target=_kill_late, args=(children, patience), daemon=True).start()
-        is_first = False
+        if not children: os._exit(128+number)
+        send_signal(children, signal.SIGINT if was_asked and number == signal.SIGINT else signal.SIGTERM)
+        if not was_asked: _kill_later(children, patience)
+        was_asked = True
 
-def _kill_late(pids:list, patience:float):
-    "Kill processes, with all that descend from them, after `patience` seconds."
-    time.sleep(patience)
-    for pid in pids: kill_all(pid)
+def _kill_later(pids:list, patience:float):
+    "Kill processes that still run after `patience` seconds, with all that descend from them."
+    for pid in pids:
+        timer = threading.Timer(patience, kill_all, [pid])
+        timer.daemon = True   # does not keep the launcher alive
+        timer.start()
 
 # %% ../../nbs/run/04_ranks.ipynb #44d8d4ef
 def exit_code(
-    codes:dict,            # rank -> exit code, of those that did not end with 0
+    codes:dict,            # rank -> exit code, of this machine's ranks that did not end with 0
+    *,
     stopped:bool,          # stopped.json was written
     done:bool,             # done.json is there
     kills:int|None=None,   # `oom_kills()` before the ranks were started
-    say=print              # called with a line for each rank that a signal killed
+    show=print             # called with a line for each rank that a signal killed
 )->int:                    # 0, 75 or 1
     "Exit code of a run of several processes."
     if done or not codes: return 0
-    asked = (EXIT_STOPPED, -signal.SIGTERM)  # how a rank ends that was asked to
-    all_asked = set(codes.values()) <= set(asked)
-    if all_asked and (stopped or EXIT_STOPPED in codes.values()): return EXIT_STOPPED
-    for rank,code in sorted(codes.items()):
-        if code < 0 and (code not in asked or all_asked):
-            say(f"process {rank} {exit_text(code, kills)}{HANGS.get(code, '')}")
+    failed = {rank: code for rank,code in codes.items() if code not in (EXIT_STOPPED, -signal.SIGTERM)}
+    if not failed and (stopped or EXIT_STOPPED in codes.values()): return EXIT_STOPPED
+    for rank,code in sorted((failed or codes).items()):
+        if code < 0: show(f"process {rank} {exit_text(code, kills)}{HANGS.get(code, '')}")
     return 1
 
 HANGS = {-signal.SIGABRT: "; on GPUs, a wait for another process ends like this after `timeout` minutes"}
