@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['BATCH', 'POOL_SEED', 'CLOCK', 'PARTS', 'Player']
 
-# %% ../../nbs/eval/04_player.ipynb #501e6de1
+# %% ../../nbs/eval/04_player.ipynb #d5460699
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 import numpy as np
 import torch
 from fastcore.basics import patch
@@ -21,7 +20,7 @@ from .metrics import record_key
 from .rows import OwnTrials, Queue, Row, check_envs, own_rows, spec_of, workers_of
 
 # %% ../../nbs/eval/04_player.ipynb #edc98776
-BATCH = 8            # rows of a policy call for a queue
+BATCH = 8            # rows of a queue in one policy call
 POOL_SEED = 0        # of the initial states; runs are compared on equal ones
 CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_opens", "episodes", "steps", "pictures",
          "calls")    # seconds, and counts, of all that a player did
@@ -30,19 +29,18 @@ class Player:
     "The simulators in which a policy is evaluated, as often as wanted."
     def __init__(self,
         tasks,            # of a stream
-        rows_per_task:int=2, # episodes of one task under way at the same time, where rows belong to tasks
+        rows_per_task:int=2, # without a queue: rows, and places of a call, for each task
         n_workers:int=2,  # simulators' processes, of this process alone
         image_size:int=48,# pixels
         seed:int=POOL_SEED, # base seed of the initial states
         H:int=8,          # longest action chunk
         rank:int=0,       # which process this is
         world:int=1,      # of how many that share the episodes
-        batch:int=0,      # rows of a policy call of a queue; 0: a queue for heavy simulators, else lists of their own
-        part=(0,1),       # part of the episodes, number a of b; one that is not all of them makes a queue
+        batch:int=0,      # rows of a queue in one policy call; 0: `BATCH`
+        part=(0,1),       # part of the episodes, number a of b
         cameras=None,     # names; None: those that each environment's spec says
         rows:int=0,       # of a queue; 0: two for each worker
-        make_pool=EnvPool,# what holds the environments
-        **pool            # further arguments of the pool
+        **pool            # further arguments of the `EnvPool`
     ):
         check_envs(tasks)
         a,b = part
@@ -51,14 +49,15 @@ class Player:
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
         if self.shared:
-            self.batch = batch or BATCH
+            self.places = (batch or BATCH)+1   # of a call; the last one stays idle
             self.rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
         else:
-            self.batch = len(self.tasks)*rows_per_task-1   # a call has one place more
+            self.places = len(self.tasks)*rows_per_task
             self.rows = own_rows(self.tasks, rows_per_task, rank, world)
             pool["assign"] = workers_of(self.rows, n_workers)
-        specs,self.pool = [self.specs[row.task.id] for row in self.rows],None
-        if specs: self.pool = make_pool(specs, n_workers, seed=seed, image_size=image_size, H=H, **pool)
+        self.pool = None   # of a process without a row
+        if specs := [self.specs[row.task.id] for row in self.rows]:
+            self.pool = EnvPool(specs, n_workers, seed=seed, image_size=image_size, H=H, **pool)
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -81,13 +80,16 @@ def evaluate(self:Player,
     on_round=None,   # called before each policy call, and after each second without an answer; may raise
     algo=None        # `eval_key(task_id)` groups rows, `eval_policy(policy, task_id)` changes the policy for a group
 )->list:             # the new records of this process, by task and trial
-    "Evaluate the policy on all episodes of our part; same seed, same records, whatever the schedule."
+    "Evaluate the policy on our part of the episodes; the end of the page says when records are the same."
     order = [t.id for t in self.tasks]
     ids = order if ids is None else list(ids)
     for task_id in ids:
         if task_id not in order: raise ValueError(f"no task {task_id!r}{closest(task_id, order)}")
     if self.pool is None: return []
-    episodes = self._episodes(trials, ids, set(done), stage_info)
+    done = set(done)
+    skip = lambda task, trial: record_key({**stage_info, "task": task, "trial": trial}) in done
+    if self.shared: episodes = Queue([t for t in self.tasks if t.id in ids], trials, skip, self.part)
+    else: episodes = OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
     evaluation = _Evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo)
     was_training,start = policy.training,time.monotonic()
     try:
@@ -98,35 +100,20 @@ def evaluate(self:Player,
         self.clock["wall"] += time.monotonic()-start
     return sorted(evaluation.records, key=lambda r: (order.index(r["task"]), r["trial"]))
 
-@patch
-def _episodes(self:Player, trials, ids, done:set, stage_info:dict):
-    "The rule by which rows get their episodes."
-    skip = lambda task, trial: record_key({**stage_info, "task": task, "trial": trial}) in done
-    if not self.shared: return OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
-    return Queue([t for t in self.tasks if t.id in ids], trials, skip, self.part)
-
 # %% ../../nbs/eval/04_player.ipynb #1e72386b
-@dataclass
 class _Evaluation:
     "The state of one evaluation."
-    player:Player
-    policy:object
-    processor:object
-    episodes:object  # `OwnTrials` or `Queue`
-    seed:int
-    stage_info:dict
-    on_record:object
-    on_round:object
-    actions:dict|None
-    algo:object
-
-    def __post_init__(self):
-        self.pool,self.rows,self.batch,self.clock = (getattr(self.player, k) for k in ("pool", "rows", "batch", "clock"))
-        self.tasks = {t.id: t for t in self.player.tasks}
-        self.idle = idle_row(self.player.tasks, self.policy)
-        self.obs = {k: np.zeros((self.batch+1, *v.shape[1:]), v.dtype) for k,v in self.pool.obs.items()}
-        self.waiting,self.records = [],[]                # rows with an answer, first come first
-        self.changed,self.changed_for = ExitStack(),object() # what `algo` made of the policy, for rows of which key
+    def __init__(self, player, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo):
+        self.player,self.policy,self.processor,self.episodes = player,policy,processor,episodes
+        self.seed,self.stage_info,self.algo = seed,stage_info,algo
+        self.on_record,self.on_round,self.actions = on_record,on_round,actions
+        self.pool,self.rows,self.places,self.clock = player.pool,player.rows,player.places,player.clock
+        self.tasks = {t.id: t for t in player.tasks}
+        self.idle = idle_row(player.tasks, policy)
+        self.obs = {k: np.zeros((self.places, *v.shape[1:]), v.dtype) for k,v in self.pool.obs.items()}
+        self.waiting,self.records = [],[]   # rows with an answer, first come first
+        self.changed = ExitStack()          # what `algo.eval_policy` opened
+        self.changed_for = object()         # for which key; this first one equals no row's key, also not None
 
     def run(self):
         "Play until no episode is left."
@@ -134,18 +121,20 @@ class _Evaluation:
         while any(row.trial is not None for row in self.rows):
             rows = self._enough()
             if not rows: self._listen()
+            going_on = [row for row in rows if not row.over]
             for row in sorted((row for row in rows if row.over), key=lambda row: row.number): self._begin(row)
-            if going_on := [row for row in rows if row in self.waiting]: self._act(going_on)
+            if going_on: self._act(going_on)
 
 # %% ../../nbs/eval/04_player.ipynb #b9b48ba4
 @patch
 def _enough(self:_Evaluation)->list:
-    "The waiting rows of one key when they fill a policy call as far as their key can, else []."
+    "The rows of one key that have answered, when they are enough for a call, else []."
     keys = dict.fromkeys(row.key for row in self.waiting)
     for key in sorted(keys, key=lambda key: key != self.changed_for):   # first the one that needs no change
-        waiting = [row for row in self.waiting if row.key == key]
-        under_way = [row for row in self.rows if row.trial is not None and row.key == key]
-        if len(gather(waiting, self.batch)) == len(gather(under_way, self.batch)): return waiting
+        answered = [row for row in self.waiting if row.key == key]
+        under_way = [row for row in self.rows if row.trial is not None and row.key == key]   # the answered among them
+        # a call with all rows under way would not hold more of them
+        if len(gather(answered, self.places)) == len(gather(under_way, self.places)): return answered
     return []
 
 @patch
@@ -165,26 +154,25 @@ def _listen(self:_Evaluation):
     "Take the answers that have come; after a second without one, `on_round` may stop the evaluation."
     results = self.pool.wait(1.)
     if not results and self.on_round: self.on_round()
-    by_slot = {row.slot: row for row in self.rows}
     for result in results:
-        row = by_slot[result.slot]
-        if row.trial is not None: self._answered(row, result)
+        row = self.rows[result.slot]
+        if row.trial is not None and not row.over: self._answered(row, result)
 
 @patch
 def _answered(self:_Evaluation, row, result):
     "Note what a row's simulator answered; an episode that is over is recorded at once."
     row.seconds[:3] += result.seconds
     row.opened |= result.opened
+    if row not in self.waiting: self.waiting.append(row)   # it waits already if its worker was lost meanwhile
     if result.restarted:
         row.restarts += 1
         row.rewind(self.seed)
-    else:
-        row.steps += result.n_steps
-        row.reward += result.reward
-        if result.n_steps: row.actions[-1] = row.actions[-1][:result.n_steps]
-        row.over = result.success or result.terminated or result.truncated
+        return
+    row.steps += result.n_steps
+    row.reward += result.reward
+    if result.n_steps: row.actions[-1] = row.actions[-1][:result.n_steps]
+    row.over = result.success or result.terminated or result.truncated
     if row.over: self._record(row, result.success)
-    if row not in self.waiting: self.waiting.append(row)   # one that waited may begin again with its lost worker
 
 # %% ../../nbs/eval/04_player.ipynb #9711f177
 @patch
@@ -192,12 +180,12 @@ def _act(self:_Evaluation, rows):
     "One policy call for waiting rows of one key; their chunks go to the simulators."
     if self.on_round: self.on_round()
     start = time.perf_counter()
-    call = gather(rows, self.batch)
+    call = gather(rows, self.places)
     for k,v in self.obs.items():
-        v[:] = k == N_ACTIONS   # an idle row has one action, and else zeros
+        v[:] = 1 if k == N_ACTIONS else 0   # an empty place: zeros, and one discrete action
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self._change_policy(rows[0])
-    seats = [call.get(place, self.idle) for place in range(self.batch+1)]
+    seats = [call.get(place, self.idle) for place in range(self.places)]
     chunks = predict(self.policy, self.processor, self.obs, seats)
     seconds = time.perf_counter()-start
     self.clock["policy"] += seconds
@@ -225,35 +213,35 @@ def _record(self:_Evaluation, row, success:bool):
     seconds = round(time.monotonic()-row.began, 3)
     parts = row.seconds.tolist()
     parts.append(max(0., seconds-sum(parts)))
-    info = self.stage_info
+    times,info = {f"time/{k}": round(s, 6) for k,s in zip(PARTS, parts)},self.stage_info
     record = dict(stage=info["stage"], after=info["after"], task=row.task.id, trial=int(row.trial),
                   success=bool(success), steps=row.steps, reward=row.reward, seed=self.seed, restarts=row.restarts,
-                  step=info.get("step"), seconds=seconds,
-                  **{f"time/{k}": round(s, 6) for k,s in zip(PARTS, parts)})
-    self._count(row, parts)
+                  step=info.get("step"), seconds=seconds, **times)
     self.records.append(record)
+    self._count(row, parts)
     if self.actions is not None: self.actions[row.task.id, row.trial] = np.concatenate(row.actions)
     if self.on_record is not None: self.on_record(record)
 
 @patch
 def _count(self:_Evaluation, row, parts):
     "Add an episode to the player's clock."
-    begin = "opens" if row.opened else "begins"
-    for k,s in zip((begin, "act", "draw"), parts): self.clock[k] += s
-    for k,n in (("n_"+begin, 1), ("episodes", 1), ("steps", row.steps), ("pictures", len(row.actions)+1)):
-        self.clock[k] += n
+    begin,act,draw,*_ = parts
+    name = "opens" if row.opened else "begins"
+    counts = {name: begin, "n_"+name: 1, "act": act, "draw": draw, "episodes": 1, "steps": row.steps,
+              "pictures": len(row.actions)+1}
+    for k,n in counts.items(): self.clock[k] += n
 
 # %% ../../nbs/eval/04_player.ipynb #266503c4
 @patch
 def doubt(self:Player, policy, processor)->str:
     "A warning when this policy's actions depend on who else is in a policy call, or \"\"."
-    if self.pool is None or self.batch == 0: return ""   # a row alone has no neighbours
+    if self.pool is None or self.places == 1: return ""   # a row alone has no neighbours
     rng,was_training = np_rng(0, "gap"),policy.training
     draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), "u1")
     obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)
            for k,v in self.pool.obs.items() if k != N_ACTIONS}
-    places = None if self.shared else [0]   # rows with lists of their own keep their place
-    try: gap = batch_gap(policy.train(False), processor, obs, self.tasks, self.batch, places)
+    tried = None if self.shared else [0]   # rows with lists of their own keep their place
+    try: gap = batch_gap(policy.train(False), processor, obs, self.tasks, self.places, tried)
     finally: policy.train(was_training)
     if not gap: return ""
     what = "the place in a policy call moves" if self.shared else "other rows in a policy call move"
