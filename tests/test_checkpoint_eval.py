@@ -71,7 +71,7 @@ def test_a_queue_that_was_begun_stays_a_queue_when_its_parts_are_gone(run, few):
     few(0); n = len(RunFolder(whole.folder).episodes()); shutil.rmtree(config(run, part="0/2").folder)
     out = eval_cl(whole, len)
     assert n == 4 and read_json(out.path/"clock.json")["episodes"] == 3 and len(out.episodes()) == 6   # one of the four and the two after them
-    with ce.player_of(ce.check_eval(whole)) as player: assert player.shared and player.batch == 8
+    with ce.player_of(ce.check_eval(whole)) as player: assert player.shared and player.places == 9
     old = read_json(out.path/"plan.json"); write_json(out.path/"plan.json", old | dict(seed=5))
     with pytest.raises(ValueError, match="seed: 5 -> 0"): eval_cl(whole, len)   # the plan is still checked
 

@@ -85,13 +85,24 @@ def test_slow_simulators_change_nothing(reference, rule):
     "Arrivals in another order: every environment sleeps in each step, those of one task much longer."
     player = player_of(rule, 3, 6)
     player.close(); player.tasks[0].env["slow"],player.tasks[3].env["slow"] = .004,.001
-    with Player(player.tasks, 2, 3, 32, H=4, batch=player.batch*(rule == "queue"), rows=6) as player: assert bare(evaluate(player)) == bare(reference)
+    with Player(player.tasks, 2, 3, 32, H=4, batch=BATCH*(rule == "queue"), rows=6) as player: assert bare(evaluate(player)) == bare(reference)
 
 @pytest.mark.parametrize("rule,rows,n_workers,t", [("own", 0, 1, 5), ("own", 0, 2, 0), ("own", 0, 2, 9), ("queue", 4, 2, 5), ("queue", 4, 2, 0), ("queue", 13, 2, 9)])
 def test_a_dead_worker_changes_nothing_but_the_count(reference, rule, rows, n_workers, t, tmp_path):
     with player_of(rule, n_workers, rows, dict(trial=2, t=t, flag=str(tmp_path/"died"))) as player:
         recs = evaluate(player)
         assert player.pool.restarts == 1 and sum(r["restarts"] for r in recs) >= 1 and uncounted(recs) == uncounted(reference)
+
+def test_a_worker_is_lost_while_another_of_its_rows_has_just_finished(tmp_path):
+    "The simulator would go on after a success, so the pool begins the recorded episode again; it is not recorded twice."
+    def played(trials, die=None):
+        ts,moves = [Task(i, i, "go", dict(kind="dying", name=i, max_steps=40, goes_on=True, **kw)) for i,kw in (("a", {}), ("b", die or {}))],{}
+        with Player(ts, 1, 1, 32, H=4, timeout=20) as player: return player.evaluate(Guided(), PROC, trials, 7, INFO, actions=moves),moves,player.pool.restarts
+    every = played(range(6))[0]
+    trial,t = next((a["trial"], a["steps"]-1) for a,b in zip(every, every[6:]) if a["success"] and a["steps"] < b["steps"])
+    (want,moves,_),(recs,again,restarts) = played([trial]),played([trial], dict(die=dict(trial=trial, t=t, flag=str(tmp_path/"died"))))
+    assert restarts == 1 and uncounted(recs) == uncounted(want) and [r["restarts"] for r in recs] == [0, 1]   # the success and the death share a round
+    assert moves.keys() == again.keys() and all(np.array_equal(moves[k], again[k]) for k in moves)
 
 @pytest.mark.parametrize("rule,world,n_workers", [("own", 2, 3), ("own", 3, 2), ("own", 4, 1), ("queue", 2, 2), ("queue", 3, 2)])
 def test_number_of_processes_changes_nothing(reference, rule, world, n_workers):
@@ -236,14 +247,13 @@ def test_few_environments_are_built():
     assert 4 <= clock["n_opens"] <= 10 and clock["n_opens"]+clock["n_begins"] == clock["episodes"] == 5*N and set(clock) == set(CLOCK)
     assert clock["wall"] > clock["policy"] > 0 and clock["pictures"] > clock["episodes"]
 
-def test_who_shares_a_queue():
-    pools = []
-    def make_pool(specs, *a, **kw): pools.append(specs); return NS(close=lambda: None)
+def test_who_shares_a_queue(monkeypatch):
+    pools = []; monkeypatch.setattr("clvla.eval.player.EnvPool", lambda specs, *a, **kw: pools.append(specs))
     heavy = [Task("x", "x", "x", dict(kind="libero", suite="libero_goal", name="turn_on_the_stove"))]
-    own,parts,asked,stove = Player(tasks(), make_pool=make_pool),Player(tasks(), part=(1, 2), make_pool=make_pool),Player(tasks(), batch=3, make_pool=make_pool),Player(heavy, make_pool=make_pool)
-    assert [(p.shared, p.batch, len(s)) for p,s in zip((own, parts, asked, stove), pools)] == [(False, 9, 10), (True, 8, 4), (True, 3, 4), (True, 8, 4)]
+    own,parts,asked,stove = Player(tasks()),Player(tasks(), part=(1, 2)),Player(tasks(), batch=3),Player(heavy)
+    assert [(p.shared, p.places, len(s)) for p,s in zip((own, parts, asked, stove), pools)] == [(False, 10, 10), (True, 9, 4), (True, 4, 4), (True, 9, 4)]
     other = [Task("y", "y", "y", dict(kind="dying", name="y"), eval_env=dict(kind="dying", name="y", max_steps=9))]
-    Player(other, make_pool=make_pool); assert {s["max_steps"] for s in pools[-1]} == {9}
+    Player(other); assert {s["max_steps"] for s in pools[-1]} == {9}
     with pytest.raises(ValueError, match="without an environment"): Player([Task("z", "z", "z")])
 
 # ---------------------------------------------------------------------- the two rules

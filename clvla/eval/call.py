@@ -48,26 +48,27 @@ def idle_row(
 # %% ../../nbs/eval/03_call.ipynb #297bb37a
 def gather(
     waiting:list, # rows, first come first
-    batch:int     # places for rows of a queue
+    places:int    # of a call; for rows of a queue the last one stays idle
 )->dict:          # place -> row
     "The rows of the next policy call."
     if any(row.place is not None for row in waiting): return {row.place: row for row in waiting}
-    return dict(enumerate(sorted(waiting[:batch], key=lambda row: row.number)))
+    return dict(enumerate(sorted(waiting[:places-1], key=lambda row: row.number)))
 
 # %% ../../nbs/eval/03_call.ipynb #2b3d7554
 def batch_gap(
     policy, processor,
     obs:dict,    # one observation of each of three or more environments, images (n,h,w,3), state (n,S)
     tasks,       # of the stream
-    batch:int=8, # a call has one place more
-    places=None, # in which the first observation is tried; None: all
+    places:int=9,# of a call; the last one stays idle
+    tried=None,  # places in which the first observation is tried; None: all but the last
     seed:int=0   # of the noise
 )->float:        # largest difference of an action; 0: no bit depends on place and neighbours
     "How far the first observation's actions move when its place in a call and its neighbours change."
     n,idle,actions = len(obs[STATE]),idle_row(tasks, policy),[]
-    for place in range(batch) if places is None else places:
+    for place in range(places-1) if tried is None else tried:
         for stride in (1, 2):
-            chosen = [1+(i*stride+stride-1)%(n-1) for i in range(batch)]   # an observation for each place
+            # which observation sits in each place; of five, with stride 1: 1 2 3 4 1 2 ..., with stride 2: 2 4 2 4 ...
+            chosen = [1+(i*stride+stride-1)%(n-1) for i in range(places-1)]
             chosen[place] = 0
             rows = [Row(0, 0, None) for _ in chosen]
             for row,i in zip(rows, chosen): row.begin(tasks[i%len(tasks)], 0, seed)

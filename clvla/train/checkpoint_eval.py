@@ -169,7 +169,7 @@ def player_of(evaluation:Evaluation)->Player:
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #87499e70
 def begin_queue(evaluation:Evaluation, out:RunFolder, player:Player, say, device="cpu"):
     "Write the plan of a queue, take in what its parts have done, and say whether schedules can differ."
-    plan = plan_for(evaluation, player.batch, device)
+    plan = plan_for(evaluation, player.places-1, device)
     if not (out.path/"plan.json").exists() and out.episodes():
         raise ValueError(f"{out.path} has records and no plan.json, so it was begun with rows for each task, and this "
                          "would go on as a queue; remove that folder to begin anew")
