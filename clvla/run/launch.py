@@ -15,7 +15,7 @@ from .stop import EXIT_STOPPED, exit_text, oom_kills
 
 # %% ../../nbs/run/03_launch.ipynb #88dc6db5
 class RunStopped(RuntimeError):
-    "A run was asked to stop and has saved where it was."
+    "A run was asked to stop; the same command continues it."
 
 def launch(
     module:str,  # as in `clvla.run`
@@ -68,7 +68,7 @@ def _stop_child(child, show, progress, patience:float)->list:
 def _check_exit(module:str, code:int, last_lines:list, kills:int|None):
     "RunStopped for exit code 75, RuntimeError for every other but 0; `kills` is `oom_kills()` before the start."
     if code == EXIT_STOPPED:
-        raise RunStopped(f"{module} was stopped, and has saved where it was; the same command continues there")
+        raise RunStopped(f"{module} was stopped; the same command continues it")
     if code: raise RuntimeError(f"{module} {exit_text(code, kills)}; its last lines:\n"+"\n".join(last_lines))
 
 # %% ../../nbs/run/03_launch.ipynb #b6ad9cd2
