@@ -9,10 +9,13 @@ import pytest
 import clvla.run.shell as shell_page
 from clvla.core.files import read_json
 from clvla.run.all import learners
+from clvla.data.streams import Stream, Task
 from clvla.run.config import RunConfig, with_folders
 from clvla.run.folder import RunFolder
 from clvla.run.shell import Shell, run_learner
 from clvla.run.stop import Stopped
+from clvla.train.config import TrainConfig
+from clvla.train.learner import Imitation, Stage, cells
 
 
 class Counter:
@@ -157,3 +160,11 @@ def test_a_refused_folder_stays_as_it_is(tmp_path):
     (tmp_path/"photo.jpg").write_text("")
     with pytest.raises(ValueError, match="no run folder"): run_learner(config(tmp_path), len)
     assert list(files(tmp_path)) == ["photo.jpg"]
+
+
+def test_without_evaluation_nothing_is_played_and_no_simulator_is_asked_for_its_version():
+    "Tasks that are read from files and have no environment; `kind_of` would raise for them."
+    task = Task("disk", "disk", "go left", None, dict(kind="lerobot", parts=[dict(path="x", task_index=None)]))
+    cfg, stream, stages = TrainConfig(evaluate="none", curve_points=2), Stream("mine", (task,)), [Stage(0, ["disk"], "disk", 4)]
+    assert Imitation.versions(NS(cfg=cfg, stream=stream)) == {}
+    assert [cells(cfg, stream, stages, t, step) for t, step in ((-1, None), (0, 0), (0, 2), (0, None))] == [[]]*4
