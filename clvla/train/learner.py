@@ -164,8 +164,8 @@ def state_dict(self:Imitation)->dict:
 @patch
 def load_state_dict(self:Imitation, states:dict):
     "Go on from `states`; the policy has its weights already."
-    algo = states["algo"] if "algo" in states else states["state"]["algo"]
-    self.trainer.load_state_dict(states["state"] | dict(algo=algo))
+    algo = {"algo": states["algo"]} if "algo" in states else {}   # older checkpoints have it in `state`
+    self.trainer.load_state_dict(states["state"] | algo)
 
 @patch
 def write(self:Imitation, folder:Path):
