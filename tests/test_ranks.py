@@ -5,7 +5,7 @@ import numpy as np, pytest
 from clvla.core.config import config_json
 from clvla.core.state import read_tensors
 from clvla.run.folder import RunFolder
-from clvla.run.shell import fingerprint
+from clvla.run.resume import fingerprint
 from clvla.train.config import TrainConfig, resolve
 from clvla.train.learner import train_cl
 

@@ -33,20 +33,28 @@ class RunFolder:
         cfg:RunConfig, # resolved settings
         say=print      # called with a line when the settings of a run without results are replaced
     )->str:            # "new", "continued" or "done"
-        "Claim the folder for `cfg`; ValueError when it is another run's, or another process writes to it."
+        "Claim the folder for `cfg`; ValueError as `check` raises it."
+        changes = self.check(cfg)
+        if not (self.path/"config.json").exists(): return self._begin_new(cfg)
+        if self.done: return "done"
+        if changes: return self._replace_settings(cfg, changes, say)
+        write_json(self.path/"config.json", config_json(cfg))  # settings that are free may be new
+        return "continued"
+
+    def check(self,
+        cfg:RunConfig # resolved settings
+    )->list:          # settings that differ from those of the folder, which has no results then
+        "ValueError when the folder is another run's, or another process writes to it; writes nothing."
         check_folder(self.path)
         if not (self.path/"config.json").exists():
             self.check_empty()
-            return self._begin_new(cfg)
+            return []
         changes = differences(stored_settings(self.path), cfg)
         if changes and self.has_results:
             raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(changes)}. "
                              "Choose another run_dir, or the same settings to continue that run")
-        if self.done: return "done"
-        self.check_free()
-        if changes: return self._replace_settings(cfg, changes, say)
-        write_json(self.path/"config.json", config_json(cfg))  # settings that are free may be new
-        return "continued"
+        if not self.done: self.check_free()
+        return changes
 
     @property
     def done(self)->bool: return (self.path/"done.json").exists()
@@ -106,8 +114,8 @@ def check_folder(
 
 @patch
 def check_empty(self:RunFolder):
-    "ValueError when there is a folder with files in it."
-    if self.path.exists() and any(self.path.iterdir()):
+    "ValueError when there is a folder with files in it, other than those of `lock`."
+    if self.path.exists() and {p.name for p in self.path.iterdir()} - {"run.lock", "reserve"}:
         raise ValueError(f"{self.path} is not empty and no run folder (no config.json); choose another run_dir")
 
 def stored_settings(

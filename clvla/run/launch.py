@@ -15,7 +15,7 @@ from .stop import EXIT_STOPPED, exit_text, oom_kills
 
 # %% ../../nbs/run/03_launch.ipynb #88dc6db5
 class RunStopped(RuntimeError):
-    "A run was asked to stop and has saved where it was."
+    "A run was asked to stop; the same command continues it."
 
 def launch(
     module:str,   # as in `clvla.run`
@@ -36,7 +36,7 @@ def launch(
         if not isinstance(e, KeyboardInterrupt): raise   # an error of `show`
         if child.returncode == 0: raise                  # the run was done before it could be stopped
     if child.returncode == EXIT_STOPPED:
-        raise RunStopped(f"{module} was stopped, and has saved where it was; the same command continues there")
+        raise RunStopped(f"{module} was stopped; the same command continues it")
     if child.returncode:
         lines = "\n".join(output.last_lines)
         raise RuntimeError(f"{module} {exit_text(child.returncode, kills)}; its last lines:\n{lines}")

@@ -19,7 +19,7 @@ from .all import learners
 from .checkpoint import clean, latest_checkpoint, prune
 from .child import explain
 from .folder import Cost, RunFolder
-from .plugins import changes, keep_plugins
+from .plugins import changes as plugin_changes, keep_plugins
 from .resume import load_into, mend_records, say_versions, write_checkpoint
 from .stop import StopFlag, Stopped
 
@@ -31,12 +31,11 @@ def run_learner(
     "Do a run, or what is left of it. `Stopped` when a signal ends it."
     shell = Shell(cfg, say)
     if shell.run.done:
+        shell.take_plugins()   # of a finished run they are only compared
         shell.say(f"this run is finished: {shell.run.path}")
         return shell.run
     with same_generators(), shell.run.lock(), shell.stop:
-        shell.run.begin_again()
-        shell.run.clean()
-        shell.acc.wait_for_everyone()
+        shell.begin()
         with end_recorded(shell): learn(shell)
     return shell.run
 
@@ -48,7 +47,8 @@ def learn(
     learner.build(shell, checkpoint)
     shell.restore(checkpoint)
     t,step = learner.position
-    if step is None: learner.evaluate(t-1)   # -1: before training; else it completes an interrupted evaluation
+    # between two stages: play what the evaluation after stage t-1 lacks; -1 is the one before training
+    if step is None: learner.evaluate(t-1)
     for stage in learner.stages[t:]:
         with shell.training(): learner.fit(stage)
         shell.save()
@@ -60,7 +60,7 @@ def learn(
 # %% ../../nbs/run/08_shell.ipynb #b0800008
 @contextmanager
 def end_recorded(shell):
-    "Write stopped.json and a checkpoint, or failed.json, when the block raises; end the simulators in any case."
+    "Write a checkpoint and stopped.json, or failed.json, when the block raises; end the simulators in any case."
     try:
         try: yield
         except Stopped:
@@ -68,7 +68,7 @@ def end_recorded(shell):
             if not another_failed:
                 save_and_stop(shell)
                 shell.close()
-            raise
+            raise   # a KeyboardInterrupt, so no `Exception`; `as_child` turns it into exit code 75
         shell.close()
     except Exception as e:
         shell.run.note_failed(e, hint=explain(e, shell.rank))
@@ -76,12 +76,14 @@ def end_recorded(shell):
     finally: shell.learner.release()
 
 def save_and_stop(shell):
-    "Save a checkpoint unless there is one of this position, and write stopped.json."
-    t,step = shell.position
-    if shell.learner.position[1] is not None and shell.saved_position != (t, step): shell.save()
-    shell.run.note_stopped(stage=t, step=step)
+    "Save unless the newest checkpoint is of this position, and write stopped.json."
+    if shell.saved_position not in (None, shell.position): shell.save()   # None: nothing was restored or learnt yet
+    checkpoint = shell.checkpoint
+    position = read_json(checkpoint/"position.json") if checkpoint else {}
+    shell.run.note_stopped(checkpoint=checkpoint and checkpoint.name, stage=position.get("t"), step=position.get("step"))
     shell.acc.wait_for_everyone()  # torch's launcher gives the others 30 s once one has ended
-    shell.say(f"stopped and saved at update {step} of stage {t}; the same command goes on from there")
+    shell.say(f"stopped; the same command goes on after {checkpoint.name}" if checkpoint else
+              "stopped before the first checkpoint; the same command begins again")
 
 @contextmanager
 def same_generators():
@@ -92,24 +94,35 @@ def same_generators():
 
 # %% ../../nbs/run/08_shell.ipynb #b0800009
 class Shell:
-    "One process of a run: its folder, its learner, and the other processes."
+    "One process of a run: its folder, its learner, and the other processes. Making one writes nothing."
     def __init__(self,
         cfg,      # resolved settings
         say=print # called with each line for the user
     ):
         self.cfg,self.stop = cfg,StopFlag()
-        self.learner = learners[cfg.learner](cfg)   # raises for a config that cannot work, before a folder is made
+        self.learner = learners[cfg.learner](cfg)   # raises for a config that cannot work
         self.acc = self.learner.acc                 # accelerate's object, through which the ranks talk
         self.rank,self.world = self.acc.process_index,self.acc.num_processes
         self.say = say if self.rank == 0 else (lambda line: None)
         self.run = RunFolder(cfg.run_dir, self.rank)
-        if self.rank == 0:
-            self.run.begin(cfg, self.say)
-            keep_plugins(cfg)
-            for line in changes(self.run.path): self.say(line)
+        if self.rank == 0: self.run.check(cfg)      # raises when the folder is another run's, or another process writes to it
+        self.checkpoint = self.saved_position = None  # the newest checkpoint, on rank 0; what it is of, once restored
+
+    def begin(self):
+        "Make the folder ready for this process, which holds the lock."
+        if self.rank == 0: self.run.begin(self.cfg, self.say)   # writes config.json
+        self.take_plugins()
+        self.run.begin_again()   # removes stopped.json and failed.json of an earlier process
+        self.run.clean()         # removes temporary files and torn lines of a killed process
         self.acc.wait_for_everyone()
         self.cost = Cost(self.run.path)
-        self.saved_time,self.saved_position = time.monotonic(),None  # of the last checkpoint
+        self.saved_time = time.monotonic()   # of the last checkpoint
+
+    def take_plugins(self):
+        "Copy the plugin files into a new run's folder; of another run, compare them and say what has changed."
+        if self.rank: return
+        keep_plugins(self.cfg)
+        for line in plugin_changes(self.run.path): self.say(line)
 
     @property
     def position(self)->tuple:
@@ -131,11 +144,22 @@ def agree(self:Shell, *flags)->list:
     return (self.acc.reduce(votes, "sum") > 0).tolist()
 
 @patch
-def check_stop(self:Shell, done=False)->bool:
-    "`Stopped` in all processes when one of them was asked to stop; else whether one of them is `done`."
-    stop,done = self.agree(self.stop.requested, done)
+def check_stop(self:Shell, flag=False)->bool:
+    "`Stopped` in all processes when one of them was asked to stop; else whether `flag` is true in one of them."
+    stop,flag = self.agree(self.stop.requested, flag)
     if stop: raise Stopped("asked to stop")
-    return done
+    return flag
+
+@patch
+@contextmanager
+def all_write(self:Shell):
+    "OSError in all processes when one of them cannot write in the block."
+    error = None
+    try: yield
+    except OSError as e: error = e
+    failed = self.agree(*[error is not None and self.rank == rank for rank in range(self.world)])
+    if error: raise error
+    if any(failed): raise OSError(f"process {failed.index(True)} could not write its part of a checkpoint; look at its disk")
 
 # %% ../../nbs/run/08_shell.ipynb #b080000e
 @patch
@@ -149,7 +173,7 @@ def training(self:Shell):
     "Count the time of a `with` block as training, less the evaluations and checkpoints inside it."
     other_phases = lambda: sum(self.cost.seconds.get(k, 0) for k in ("evaluation", "checkpoints"))
     start,before = time.monotonic(),other_phases()
-    self.saved_time = start
+    self.saved_time = start   # `save_minutes` counts from the stage's begin, not over the evaluation before it
     try: yield
     finally: self.add_cost("training", time.monotonic()-start-(other_phases()-before))
 
@@ -160,34 +184,30 @@ def bad_update(self:Shell, record:dict):
 
 # %% ../../nbs/run/08_shell.ipynb #b0800010
 @patch
-def save(self:Shell)->Path|None:
-    "Write the checkpoint of this moment; all processes call it together, rank 0 gets its folder."
-    start = time.monotonic()
+def save(self:Shell):
+    "Write the checkpoint of this moment; all processes call it together. OSError in all when one cannot write."
+    self.saved_time = start = time.monotonic()
     states = self.learner.state_dict()
-    save_state(self.run.path/f"generators-{self.rank}.safetensors", global_rng_state())
-    self.acc.wait_for_everyone()
-    self.saved_time,self.saved_position = time.monotonic(),self.position
-    with self.learner.gather_weights():
-        if self.rank: return None
-        checkpoint = write_checkpoint(self.run, self.learner, self.cfg, states, self.world)
-    prune(self.run.path/"checkpoints", self.cfg.keep)
-    self.add_cost("checkpoints", time.monotonic()-start)
-    return checkpoint
+    with self.all_write(): save_state(self.run.path/f"generators-{self.rank}.safetensors", global_rng_state())
+    with self.learner.gather_weights(), self.all_write():
+        if self.rank == 0:
+            self.checkpoint = write_checkpoint(self.run, self.learner, self.cfg, states, self.world)
+            prune(self.run.path/"checkpoints", self.cfg.keep)
+            self.add_cost("checkpoints", time.monotonic()-start)
+    self.saved_position = self.position
 
 # %% ../../nbs/run/08_shell.ipynb #b0800012
 @patch
 def save_if_due(self:Shell):
     "`Stopped` after a signal; else save if it is time. The learner calls it between two updates."
     cfg,(t,step) = self.cfg,self.position
-    late = cfg.save_minutes and time.monotonic()-self.saved_time > 60*cfg.save_minutes
-    due = self.check_stop(self.rank == 0 and late)
+    late = self.rank == 0 and cfg.save_minutes and time.monotonic()-self.saved_time > 60*cfg.save_minutes
+    due = self.check_stop(late)   # rank 0's clock counts for all
     if cfg.save_every and step and step%cfg.save_every == 0: due = True
     at_end = step == self.learner.stages[t].n_steps   # the stage's own checkpoint follows
     if not due or at_end or self.saved_position == (t, step): return
     try: self.save()
-    except OSError as e:
-        self.say(f"{e}. Training goes on without this checkpoint")
-        self.saved_position = None
+    except OSError as e: self.say(f"{e}. Training goes on")
 
 # %% ../../nbs/run/08_shell.ipynb #b0800014
 @patch
@@ -199,7 +219,8 @@ def newest_checkpoint(self:Shell)->Path|None:
         newest = latest_checkpoint(root, self.say)
         name = newest.name if newest else ""
     if self.world > 1: name = broadcast_text(name, self.acc.device)
-    return root/name if name else None
+    self.checkpoint = root/name if name else None
+    return self.checkpoint
 
 def broadcast_text(
     text:str, # of rank 0, at most 256 bytes

@@ -226,7 +226,7 @@ def check(self:Run):
     "RunStopped or RuntimeError when the run is not done; the error has its last lines and the likely cause of a kill."
     status,path = self.status,self.path/"console.txt"
     if status == "done": return
-    if status == "stopped": raise RunStopped(f"{self.path} was stopped, and has saved where it was; start it again")
+    if status == "stopped": raise RunStopped(f"{self.path} was stopped; start it again, and it goes on")
     if status == "interrupted": status += f": {self.folder.interruption}"
     lines = path.read_text(errors="replace")[-4000:].splitlines() if path.exists() else []
     lines = [line for line in lines if not read_event(line)]

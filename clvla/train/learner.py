@@ -85,7 +85,8 @@ def build(self:Imitation,
     self.trainer = Trainer(cfg, self.stream, self.data, policy, algo, shell.run.log, emit if shell.rank == 0 else None,
                            self.acc)
     if checkpoint is not None:
-        self.trainer.prepare(read_json(checkpoint/"position.json")["t"])   # what the algorithm had added by then
+        last_begun = read_json(checkpoint/"position.json")["t"]
+        self.trainer.prepare(last_begun)   # adds adapters and heads; makes no engine yet
         load_weights(policy, checkpoint)
     self.trainer.save_if_due,self.trainer.on_bad = shell.save_if_due,shell.bad_update
     self.trainer.curve = lambda t, name, step: self.evaluate(t, step)
@@ -134,21 +135,22 @@ def make_stores(self:Imitation)->dict:
     shell,start = self.shell,time.monotonic()
     if shell.rank == 0:
         stores = prepare(self.stream, self.cfg, shell.say, on_wait=self.stop_checker())
-        shell.check_stop(done=True)
+        shell.check_stop(flag=True)   # the vote that ends the loop of the others
     else:
-        while not shell.check_stop(): pass   # each call waits for rank 0
+        # one vote for each of rank 0's, so none waits alone; if rank 0 fails, the launcher ends the others
+        while not shell.check_stop(): pass
         stores = prepare(self.stream, self.cfg, shell.say)
     shell.add_cost("demonstrations", time.monotonic()-start)
     return stores
 
 @patch
 def stop_checker(self:Imitation, every=2.):
-    "A function that calls `check_stop`, for several ranks at most once in `every` seconds."
-    shell,last = self.shell,time.monotonic()
+    "A function that calls `check_stop`, at most once in `every` seconds."
+    last = time.monotonic()
     def check_now_and_then():
         nonlocal last
-        if shell.world > 1 and time.monotonic()-last <= every: return
-        shell.check_stop()
+        if time.monotonic()-last <= every: return
+        self.shell.check_stop()
         last = time.monotonic()
     return check_now_and_then
 
@@ -162,8 +164,8 @@ def state_dict(self:Imitation)->dict:
 @patch
 def load_state_dict(self:Imitation, states:dict):
     "Go on from `states`; the policy has its weights already."
-    algo = states["algo"] if "algo" in states else states["state"]["algo"]
-    self.trainer.load_state_dict(states["state"] | dict(algo=algo))
+    algo = {"algo": states["algo"]} if "algo" in states else {}   # older checkpoints have it in `state`
+    self.trainer.load_state_dict(states["state"] | algo)
 
 @patch
 def write(self:Imitation, folder:Path):
@@ -207,12 +209,13 @@ def cells(
     step=None        # updates inside the stage, None at its end
 )->list:             # ids of tasks
     "Which tasks are played at a moment of the run."
+    if cfg.evaluate == "none": return []
+    everything = cfg.evaluate == "full"
+    if t < 0: return stream.ids if everything and not cfg.last_only else []
     joint = stages[t].name == "joint"   # one stage that trains all tasks
     if step is not None: return stream.ids if joint else [stages[t].name]
-    full = cfg.evaluate == "full"
-    if cfg.evaluate == "none" or cfg.last_only and t < len(stages)-1: return []
-    if t < 0: return stream.ids if full else []
-    return stream.ids if full or joint else stream.tried(t)
+    if cfg.last_only and t < len(stages)-1: return []
+    return stream.ids if everything or joint else stream.tried(t)
 
 # %% ../../nbs/train/04_learner.ipynb #d0400011
 @patch
@@ -226,9 +229,8 @@ def play(self:Imitation,
     shell,start = self.shell,time.monotonic()
     films = {} if self.cfg.videos and step is None else None   # (task, trial) -> its actions
     self.play_missing(t, name, tasks, step, films)
-    shell.check_stop()
-    self.acc.wait_for_everyone()
-    shell.run.merge_episodes()
+    shell.check_stop()               # all ranks together: one may have ended early, after a signal to it alone
+    shell.run.merge_episodes()       # rank 0 gathers the records of all ranks in one file
     self.acc.wait_for_everyone()
     records = episodes_at(shell.run, t, step)
     if films: film_firsts(firsts(records), films, [self.stream[i] for i in tasks],
@@ -239,7 +241,7 @@ def play(self:Imitation,
 
 @patch
 def play_missing(self:Imitation, t:int, name:str, tasks:list, step, films:dict|None):
-    "Play the episodes of this rank that have no record yet; a signal ends it after the episodes so far."
+    "Play the episodes of this rank that have no record yet; a signal to it ends it early, without asking the others."
     cfg,shell,policy = self.cfg,self.shell,self.full_policy()
     player,recorded = self.player_for(policy),episodes_at(shell.run, t, step)
     record = self.recorder([*recorded], f"after {name}", len(tasks)*cfg.n_trials)
