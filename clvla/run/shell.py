@@ -80,9 +80,10 @@ def save_and_stop(shell):
     if shell.saved_position not in (None, shell.position): shell.save()   # None: nothing was restored or learnt yet
     checkpoint = shell.checkpoint
     position = read_json(checkpoint/"position.json") if checkpoint else {}
-    shell.run.note_stopped(checkpoint=checkpoint and checkpoint.name, stage=position.get("t"), step=position.get("step"))
+    name = checkpoint.name if checkpoint else None
+    shell.run.note_stopped(checkpoint=name, stage=position.get("t"), step=position.get("step"))
     shell.acc.wait_for_everyone()  # torch's launcher gives the others 30 s once one has ended
-    shell.say(f"stopped; the same command goes on after {checkpoint.name}" if checkpoint else
+    shell.say(f"stopped; the same command goes on after {name}" if name else
               "stopped before the first checkpoint; the same command begins again")
 
 @contextmanager
@@ -105,7 +106,7 @@ class Shell:
         self.rank,self.world = self.acc.process_index,self.acc.num_processes
         self.say = say if self.rank == 0 else (lambda line: None)
         self.run = RunFolder(cfg.run_dir, self.rank)
-        if self.rank == 0: self.run.check(cfg)      # raises when the folder is another run's, or another process writes to it
+        if self.rank == 0: self.run.check(cfg)      # raises when another run or process has the folder
         self.checkpoint = self.saved_position = None  # the newest checkpoint, on rank 0; what it is of, once restored
 
     def begin(self):
@@ -159,7 +160,7 @@ def all_write(self:Shell):
     except OSError as e: error = e
     failed = self.agree(*[error is not None and self.rank == rank for rank in range(self.world)])
     if error: raise error
-    if any(failed): raise OSError(f"process {failed.index(True)} could not write its part of a checkpoint; look at its disk")
+    if any(failed): raise OSError(f"process {failed.index(True)} could not write its part of a checkpoint")
 
 # %% ../../nbs/run/08_shell.ipynb #b080000e
 @patch
