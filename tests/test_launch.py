@@ -277,8 +277,9 @@ def test_two_machines(tmp_path, monkeypatch):
     assert both == [f"CLVLA_NODE={k} python -m clvla.run {run.path}" for k in (0, 1)]
     assert commands(replace(run.cfg, run_dir="run")) == both   # a relative folder may be another one on another machine
     first = as_page(run)
-    command = both[1].replace("python -m clvla.run", f"{sys.executable} -m ranks_work")
-    second = subprocess.run(command, shell=True, cwd=HERE, capture_output=True, text=True, timeout=60)
+    node, *words = both[1].replace("python -m clvla.run", f"{sys.executable} -m ranks_work").split()
+    env = os.environ | dict([node.split("=")])
+    second = subprocess.run(words, env=env, cwd=HERE, capture_output=True, text=True, timeout=60)
     assert second.returncode == 0, second.stderr
     assert "hello from 0 of 2" in first.communicate(timeout=60)[0] and first.returncode == 0 and run.status == "done"
 

@@ -268,7 +268,7 @@ from clvla.envs.libero import env as libero
 def refuse(self): raise ValueError("its states belong to another version")
 libero.LiberoEnv._load = refuse
 """)
-    monkeypatch.setattr("clvla.envs.child.loaded", lambda: [str(setup)])   # a plugin of the worker alone
+    monkeypatch.setattr("clvla.envs.child.loaded", lambda what: [str(setup)])   # a plugin of the worker alone
     with EnvPool([spec(*TASKS[0]), spec(*TASKS[1])], 1, image_size=32) as pool:
         pids = [w.child.proc.pid for w in pool.workers]
         pool.reset(0, 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from clvla.core.files import read_json
+from clvla.core.names import Registry
 from clvla.eval.compare import CompareConfig, group, read_runs, summary, wide
 from clvla.run.checkpoint import checkpoints
 from clvla.run.config import make_config
@@ -74,7 +75,16 @@ def role(note):
     return words
 
 
-def test_one_file_reaches_every_process_and_compare_shows_its_metric(lab):
+@pytest.fixture
+def registries():
+    "Takes what a plugin registered in this process out again, so that no other file's tests meet it."
+    before = len(Registry.added)
+    yield
+    for _, registry, name in Registry.added[before:]: registry.pop(name, None)
+    del Registry.added[before:]
+
+
+def test_one_file_reaches_every_process_and_compare_shows_its_metric(lab, registries):
     tmp, env = lab
     run_dir, plugins = tmp/"run", f"['{tmp/'mine.py'}']"
     out = papermill("run_cl", tmp/"page.ipynb", env, run_dir=run_dir, plugins=plugins, num_processes=2, **SETTINGS)
