@@ -40,7 +40,7 @@ def explain(
     if m := re.search(LATE, str(e)):
         seconds = int(next(filter(None, m.groups())))/1000
         return (f"process {rank} waited {seconds:g} s for another process and gave up"
-                "; see what the lines of the others say, and raise `timeout` if they were only slow")
+                "; see what the lines of the others say, and increase `timeout` if they were only slow")
     if re.search(GONE, str(e)):
         return f"process {rank} lost the connection to another process, which has ended; see what that one says"
 
@@ -48,7 +48,9 @@ def explain(
 def end_with_parent():
     "From now on, SIGTERM comes when the page that follows this process has ended; for a rank, when its launcher has."
     page = os.environ.pop("CLVLA_PARENT", None)  # taken out, so that no process started from here takes it for its own
-    if "RANK" in os.environ: watch_parent(int(os.environ.get("CLVLA_LAUNCHER", os.getppid())))
+    if "RANK" in os.environ:
+        launcher = os.environ.get("CLVLA_LAUNCHER", os.getppid())  # page run/ranks sets it, torchrun by itself does not
+        watch_parent(int(launcher))
     elif page: watch_parent(int(page))
 
 def watch_parent(
@@ -65,7 +67,7 @@ def _wait_for_end(parent:int, every:float):
 
 # %% ../../nbs/run/05_child.ipynb #4e9fe56b
 class Unbroken:
-    "A text stream that falls silent when its reader is gone or its disk is full."
+    "A text stream that falls silent at the first OSError: its reader is gone, or its disk is full."
     def __init__(self, stream): self._stream = stream
     def __getattr__(self, k): return getattr(self._stream, k)
     def write(self, s):

@@ -37,10 +37,12 @@ def _run_ranks(cfg:RunConfig, module:str)->dict:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
-    os.environ |= dict(OMP_NUM_THREADS=str(cfg.threads), CLVLA_LAUNCHER=str(os.getpid()))
+    os.environ["OMP_NUM_THREADS"] = str(cfg.threads)
+    os.environ["CLVLA_LAUNCHER"] = str(os.getpid())   # the ranks watch it (run/child)
     if device_of(cfg.device) == "cpu": os.environ["ACCELERATE_USE_CPU"] = "true"
     logging.disable(logging.ERROR)
-    args = rank_args(cfg, int(os.environ.get("CLVLA_NODE", 0))) + ["--signals_to_handle", "SIGQUIT"]*LINUX
+    args = rank_args(cfg, int(os.environ.get("CLVLA_NODE", 0)))
+    if LINUX: args += ["--signals_to_handle", "SIGQUIT"]
     try: torchrun([*args, "-m", module, cfg.run_dir])
     except ChildFailedError as e: return {rank: failure.exitcode for rank,failure in e.failures.items()}
     except DistError as e:   # of the connection between launchers
@@ -84,7 +86,7 @@ def pass_on(
     "From now on, SIGTERM, SIGINT and SIGHUP go to this process' children; before there are any, they end it (128+n)."
     read_fd,write_fd = os.pipe()
     os.set_blocking(write_fd, False)
-    for number in STOP_SIGNALS: signal.signal(number, lambda *_: None)
+    for number in STOP_SIGNALS: signal.signal(number, lambda *_: None)   # without a handler no number is written
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     threading.Thread(target=_pass_signals, args=(read_fd, patience), daemon=True).start()
 
