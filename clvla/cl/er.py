@@ -50,7 +50,8 @@ def n_replay(
 def check(self:ER, B:int):
     "ValueError when replay is asked for and no sample would be replayed."
     if not self.replay_ratio or n_replay(B, self.replay_ratio): return
-    why,cure = ("rounds to none", "the ratio or the micro-batch") if B > 1 else ("is for its new one", "the micro-batch")
+    why,cure = "rounds to none","the ratio or the micro-batch"
+    if B == 1: why,cure = "leaves room for a new one alone","the micro-batch"
     raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
                      f"{why}, so nothing would be replayed; raise {cure}")
 

@@ -52,7 +52,7 @@ class Worker:
         self.unanswered = {}     # slot -> number of its last command
         self.alive_at = 0.       # clock, seconds: when it was last known to be alive
         self.starting = True     # its process is coming up
-        self.opening = set()     # slots that wait for a build or a first reset: while there is one, `start_timeout` holds
+        self.opening = set()     # slots that wait for a build or a first reset, which may take `start_timeout`
     @property
     def proc(self): return self.child.proc
 

@@ -60,7 +60,7 @@ def batch_gap(
     obs:dict,    # one observation of each of three or more environments, images (n,h,w,3), state (n,S)
     tasks,       # of the stream
     places:int=9,# of a call
-    own=False,   # rows have places of their own: the first observation stays in place 0, and the last place is a row's, too
+    own=False,   # rows have places of their own: place 0 alone is tried, and the last one is a row's, too
     seed:int=0   # of the noise
 )->float:        # largest difference of an action; 0: no bit depends on place and neighbours
     "How far the first observation's actions move when its place in a call and its neighbours change."

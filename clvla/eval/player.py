@@ -245,5 +245,5 @@ def doubt(self:Player, policy, processor)->str:
     if not gap: return ""
     if self.shared: what,changed = "the place in a policy call moves","workers, in parts"
     else: what,changed = "other rows in a policy call move","processes or rows"
-    return (f"{what} this policy's actions by up to {gap:.0e}: with another number of {changed}, or after a break the same episodes can "
-            "end differently. Where it is the rounding of a CPU, threads 1 helps")
+    return (f"{what} this policy's actions by up to {gap:.0e}: with another number of {changed}, or after a "
+            "break the same episodes can end differently. Where it is the rounding of a CPU, threads 1 helps")
