@@ -43,7 +43,9 @@ class Player:
         check_envs(tasks)
         a,b = part
         self.tasks,self.rows_per_task,self.n_workers = list(tasks),rows_per_task,n_workers
-        self.part = (a+b*rank, b*world)   # of a queue: our share of part a, which `world` processes play
+        n_shares = b*world   # of a queue's episodes: each of `world` processes plays a share of part a
+        share = a+b*rank
+        self.part = (share, n_shares)
         self.clock = dict.fromkeys(CLOCK, 0)
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
