@@ -97,6 +97,12 @@ def test_only_the_samples_that_are_used_are_loaded():
 def test_ratio_outside_its_range(ratio):
     with pytest.raises(ValueError, match=r"replay_ratio must be a number in \[0,1\)"): ER(replay_ratio=ratio)
 
+def test_er_says_why_nothing_would_be_replayed():
+    for ratio in (0, .1, .9): ER(replay_ratio=ratio).check(8)
+    with pytest.raises(ValueError, match="rounds to none.*raise the ratio or the micro-batch"): ER(replay_ratio=.1).check(4)
+    for ratio in (.1, .9):
+        with pytest.raises(ValueError, match="leaves room for a new one alone.*raise the micro-batch$"): ER(replay_ratio=ratio).check(1)
+
 @pytest.mark.parametrize("kw", [dict(buffer_size=-3), dict(total_size=0), dict(sampling="balance"), dict(store="ref")])
 def test_bad_memory_settings(kw):
     with pytest.raises(ValueError): ER(**kw)

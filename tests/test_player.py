@@ -297,7 +297,15 @@ def test_doubts_only_where_place_or_neighbours_matter(rule):
     p = Mixed(); p.train()
     with player_of(rule, 1) as player:
         state = torch.get_rng_state(); said = [player.doubt(Guided(), PROC), player.doubt(p, PROC)]
-    assert said[0] == "" and "another number of workers" in said[1] and "threads 1" in said[1] and p.training and torch.equal(state, torch.get_rng_state())
+    changed = dict(own="another number of processes or rows", queue="another number of workers, in parts")[rule]
+    assert said[0] == "" and changed in said[1] and "threads 1" in said[1] and p.training and torch.equal(state, torch.get_rng_state())
+
+@pytest.mark.parametrize("batch,doubtful", [(0, True), (1, False)])
+def test_two_places_are_doubted_where_a_row_can_sit_in_each(batch, doubtful):
+    "Two rows of one task are neighbours; a queue's only row sits beside the idle row."
+    torch.set_num_threads(1)
+    with Player(tasks()[:1], 2, 1, image_size=32, H=4, timeout=20, batch=batch) as player:
+        assert player.places == 2 and player.doubt(Guided(), PROC) == "" and bool(player.doubt(Mixed(), PROC)) is doubtful
 
 def test_a_policy_that_mixes_rows_is_found_out():
     rng = np_rng(0, "gap"); obs = {IMAGE: rng.integers(0, 256, (5, 32, 32, 3), dtype="u1"), STATE: rng.normal(size=(5, 2)).astype("f4")}

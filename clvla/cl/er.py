@@ -15,7 +15,7 @@ from .buffer import TaskBuffer
 class ER(CLAlgorithm):
     "Experience replay."
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
+        buffer_size:int|None=1000, # frames kept of each finished task; None, also written 0: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         store:str="refs",          # "refs": frame numbers; "values": copies of the samples
@@ -28,30 +28,32 @@ class ER(CLAlgorithm):
 
     def modify_batch(self, batch, ctx):
         n = self.n_drawn(ctx.batch_size)
-        drawn = self.choose(n, ctx) if n else []
+        drawn = self.choose(n, ctx) if n else []   # (task id, position in its memory) pairs
         self.replayed.update(task_id for task_id,_ in drawn)
-        return ctx.mix(batch, drawn, self.buf.fetch)   # `drawn` holds (task id, position in its memory) pairs
+        return ctx.mix(batch, drawn, self.buf.fetch)   # `batch`, then the drawn samples
 
     def choose(self, n, ctx): return self.buf.draw(n)
     def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0
     def n_task_samples(self, B): return B - self.n_drawn(B)
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
 
-# %% ../../nbs/cl/08_er.ipynb #3beda903
+# %% ../../nbs/cl/08_er.ipynb #ed2963a5
 def n_replay(
     B:int,       # samples in the batch
     ratio:float  # share to replay, in [0,1)
-)->int:          # replayed samples, at most B-1
-    "Equation 1's count."
+)->int:          # replayed samples
+    "Replayed samples of a batch: equation 1."
     return min(round(B*ratio), B-1)
 
 # %% ../../nbs/cl/08_er.ipynb #99defc89
 @patch
 def check(self:ER, B:int):
-    "ValueError when replay is asked for and would round to no sample."
-    if self.replay_ratio and not n_replay(B, self.replay_ratio):
-        raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
-                         "rounds to none, so nothing would be replayed; raise the ratio or the micro-batch")
+    "ValueError when replay is asked for and no sample would be replayed."
+    if not self.replay_ratio or n_replay(B, self.replay_ratio): return
+    why,cure = "rounds to none","the ratio or the micro-batch"
+    if B == 1: why,cure = "leaves room for a new one alone","the micro-batch"
+    raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
+                     f"{why}, so nothing would be replayed; raise {cure}")
 
 @patch
 def on_task_start(self:ER, ctx):

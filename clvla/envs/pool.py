@@ -93,7 +93,8 @@ def reset(self:EnvPool,
         self._change(slot, spec)
         message["spec"] = spec
     if s.spec is None:
-        raise ValueError(f"slot {slot} has no environment, the last one could not be built; give it a spec")
+        raise ValueError(f"slot {slot} has no environment, the last one could not be built or refused its trial; "
+                         "give it a spec")
     self._ready = [r for r in self._ready if r.slot != slot]
     self.supervisor.begin(slot, int(trial), **message)
 
@@ -153,8 +154,8 @@ def wait(self:EnvPool,
     timeout:float=None # seconds; None: until something comes
 )->list:               # of `Result`; empty only when `timeout` has passed
     """The results that are there, as soon as there is one. RuntimeError when a worker fails again and again; ValueError
-    when no slot has been given a command, or the pool is closed; the worker's error when an environment could not be
-    built or refused its trial (RuntimeError where `raise_as` does not know its class)."""
+    when no slot owes an answer, or the pool is closed; the worker's error when an environment could not be built or
+    refused its trial (RuntimeError where `raise_as` does not know its class)."""
     self.supervisor.check_open()
     until = float("inf") if timeout is None else time.monotonic()+timeout
     while not self._ready:
@@ -165,7 +166,7 @@ def wait(self:EnvPool,
 
 @patch
 def _accept(self:EnvPool, answer):
-    "Turn an answer into a result; an environment that could not be built is raised here."
+    "Turn an answer into a result; raises the error of an environment that could not be built or refused its trial."
     s = self.slots[answer["slot"]]
     if "refused" in answer:
         s.under_way,s.spec = False,None
@@ -190,7 +191,7 @@ class Result:
     n_steps:int           # 0 after a reset
     restarted:bool        # its worker was lost: the episode begins again, count from zero
     seconds:tuple=(0.,0.,0.)   # of the worker: to begin the episode, to act, to draw
-    opened:bool=False     # a simulator had to be built for it
+    opened:bool=False     # the environment's first result in its process: some simulators are built only for it
     watched:dict=field(default_factory=dict) # step -> observation inside the chunk
 
     @property

@@ -52,14 +52,14 @@ class Worker:
         self.unanswered = {}     # slot -> number of its last command
         self.alive_at = 0.       # clock, seconds: when it was last known to be alive
         self.starting = True     # its process is coming up
-        self.opening = set()     # slots whose environment it builds or first resets: only lengthens its deadline
+        self.opening = set()     # slots that wait for a build or a first reset, which may take `start_timeout`
     @property
     def proc(self): return self.child.proc
 
 class Slot:
     "What is known of one environment."
     def __init__(self, worker, spec):
-        self.worker,self.spec = worker,spec # `spec` is None when the environment could not be built
+        self.worker,self.spec = worker,spec # `spec` is None after `refused`
         self.task_id = self.prompt = None
         self.trial,self.seq = None,0        # `seq`: number of the last command
         self.under_way = False              # an episode has begun and is not over
@@ -72,7 +72,7 @@ class Slot:
 def start(self:Supervisor)->list: # what `worker.about` says of each slot's environment
     "Start the workers; their errors are raised here."
     for w in self.workers: self._launch(w)
-    about = {}
+    about = {}   # slot -> facts of its environment: task id, prompt, cameras, sizes
     for w in self.workers: about |= self._await_start(w)
     for slot,s in enumerate(self.slots): s.task_id,s.prompt = about[slot]["task_id"],about[slot]["prompt"]
     return [about[slot] for slot in range(len(self.slots))]
@@ -137,7 +137,7 @@ def command(self:Supervisor, slot, **message):
 def answers(self:Supervisor, until:float):
     "Yield the answers that have come, at most until the clock shows `until`; lost workers are replaced."
     busy = {w.child.sock: w for w in self.workers if w.unanswered}
-    if not busy: raise ValueError("nothing to wait for: no slot has been given a command")
+    if not busy: raise ValueError("nothing to wait for: no slot owes an answer; call reset or step first")
     first = min(until, *(self._hung_at(w) for w in busy.values()))
     for sock in readable(list(busy), max(0, first-time.monotonic())):
         if answer := self._read(busy[sock]): yield answer
@@ -157,7 +157,7 @@ def _read(self:Supervisor, w)->dict|None:
     w.alive_at = time.monotonic()
     if message is None: self._replace(w, w.child.obituary())
     elif "error" in message: self._replace(w, "an error in the worker:\n"+message["error"]["traceback"])
-    elif "about" in message: w.starting = False
+    elif "about" in message: w.starting = False   # a replaced worker is up; its environments are as before
     elif w.unanswered.get(message["slot"]) == message["seq"]:
         del w.unanswered[message["slot"]]
         w.opening.discard(message["slot"])

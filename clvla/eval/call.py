@@ -59,19 +59,20 @@ def batch_gap(
     policy, processor,
     obs:dict,    # one observation of each of three or more environments, images (n,h,w,3), state (n,S)
     tasks,       # of the stream
-    places:int=9,# of a call; the last one stays idle
-    tried=None,  # places in which the first observation is tried; None: all but the last
+    places:int=9,# of a call
+    own=False,   # rows have places of their own: place 0 alone is tried, and the last one is a row's, too
     seed:int=0   # of the noise
 )->float:        # largest difference of an action; 0: no bit depends on place and neighbours
     "How far the first observation's actions move when its place in a call and its neighbours change."
-    n,idle,actions = len(obs[STATE]),idle_row(tasks, policy),[]
-    for place in range(places-1) if tried is None else tried:
+    n,longest,actions = len(obs[STATE]),idle_row(tasks, policy).task,[]
+    for place in [0] if own else range(places-1):
         for stride in (1, 2):
             # which observation sits in each place; of five, with stride 1: 1 2 3 4 1 2 ..., with stride 2: 2 4 2 4 ...
-            chosen = [1+(i*stride+stride-1)%(n-1) for i in range(places-1)]
+            chosen = [1+(i*stride+stride-1)%(n-1) for i in range(places)]
+            if not own: chosen[-1] = 0   # fills the place of the idle row
             chosen[place] = 0
-            rows = [Row(0, 0, None) for _ in chosen]
-            for row,i in zip(rows, chosen): row.begin(tasks[i%len(tasks)], 0, seed)
-            call = {k: v[[*chosen, 0]] for k,v in obs.items()}
-            actions.append(predict(policy, processor, call, [*rows, idle])[place])
+            rows = [Row(0, 0, tasks[i%len(tasks)]) for i in chosen[:-1]]+[Row(0, 0, longest)]
+            for row in rows if own else rows[:-1]: row.begin(row.task, 0, seed)
+            call = {k: v[chosen] for k,v in obs.items()}
+            actions.append(predict(policy, processor, call, rows)[place])
     return float(max(np.abs(x-actions[0]).max() for x in actions))

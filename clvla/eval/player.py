@@ -43,7 +43,10 @@ class Player:
         check_envs(tasks)
         a,b = part
         self.tasks,self.rows_per_task,self.n_workers = list(tasks),rows_per_task,n_workers
-        self.part,self.clock = (a+b*rank, b*world),dict.fromkeys(CLOCK, 0)
+        n_shares = b*world   # of a queue's episodes: each of `world` processes plays a share of part a
+        share = a+b*rank
+        self.part = (share, n_shares)
+        self.clock = dict.fromkeys(CLOCK, 0)
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
         if self.shared:
@@ -239,10 +242,10 @@ def doubt(self:Player, policy, processor)->str:
     draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), "u1")
     obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)
            for k,v in self.pool.obs.items() if k != N_ACTIONS}
-    tried = None if self.shared else [0]   # rows with lists of their own keep their place
-    try: gap = batch_gap(policy.train(False), processor, obs, self.tasks, self.places, tried)
+    try: gap = batch_gap(policy.train(False), processor, obs, self.tasks, self.places, not self.shared)
     finally: policy.train(was_training)
     if not gap: return ""
-    what = "the place in a policy call moves" if self.shared else "other rows in a policy call move"
-    return (f"{what} this policy's actions by up to {gap:.0e}: with another number of workers, in parts, or after a "
+    if self.shared: what,changed = "the place in a policy call moves","workers, in parts"
+    else: what,changed = "other rows in a policy call move","processes or rows"
+    return (f"{what} this policy's actions by up to {gap:.0e}: with another number of {changed}, or after a "
             "break the same episodes can end differently. Where it is the rounding of a CPU, threads 1 helps")
