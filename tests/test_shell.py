@@ -15,7 +15,8 @@ from clvla.run.folder import RunFolder
 from clvla.run.shell import Shell, run_learner
 from clvla.run.stop import Stopped
 from clvla.train.config import TrainConfig
-from clvla.train.learner import Imitation, Stage, cells
+from clvla.train.evaluate import tasks_due
+from clvla.train.learner import Imitation, Stage
 
 
 class Counter:
@@ -165,4 +166,4 @@ def test_without_evaluation_nothing_is_played_and_no_simulator_is_asked_for_its_
     task = Task("disk", "disk", "go left", None, dict(kind="lerobot", parts=[dict(path="x", task_index=None)]))
     cfg, stream, stages = TrainConfig(evaluate="none", curve_points=2), Stream("mine", (task,)), [Stage(0, ["disk"], "disk", 4)]
     assert Imitation.versions(NS(cfg=cfg, stream=stream)) == {}
-    assert [cells(cfg, stream, stages, t, step) for t, step in ((-1, None), (0, 0), (0, 2), (0, None))] == [[]]*4
+    assert [tasks_due(cfg, stream, stages, t, step) for t, step in ((-1, None), (0, 0), (0, 2), (0, None))] == [[]]*4

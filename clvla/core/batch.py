@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['batch_size', 'take', 'cat', 'to_device', 'torch_rng', 'rng_state', 'set_rng_state', 'global_rng_state',
-           'seed_global_rng', 'set_global_rng_state']
+           'seed_global_rng', 'set_global_rng_state', 'same_global_rng']
 
 # %% ../../nbs/core/04_batch.ipynb #3c75d0c5
 import random
+from contextlib import contextmanager
 import numpy as np
 import torch
 from .seeds import np_rng, seed_of
@@ -87,3 +88,10 @@ def set_global_rng_state(
     torch.set_rng_state(state["torch"])
     np.random.set_state(numpy_state | dict(state=numpy_state["state"] | dict(key=key)))
     for i,g in enumerate(state["cuda"][:torch.cuda.device_count()]): torch.cuda.set_rng_state(g, i)
+
+@contextmanager
+def same_global_rng():
+    "Restore the state of the global generators when the `with` block ends."
+    before = global_rng_state()
+    try: yield
+    finally: set_global_rng_state(before)

@@ -215,6 +215,11 @@ def log(self:RunFolder, **record):
     if self.rank == 0: append_jsonl(self.path/"log.jsonl", record)
 
 @patch
+def bad_update(self:RunFolder, record:dict):
+    "Append an update whose loss or gradient is not finite to this process' own file."
+    append_jsonl(self.path/("bad_updates.jsonl" if self.rank == 0 else f"bad_updates-{self.rank}.jsonl"), record)
+
+@patch
 def logs(self:RunFolder, say=print)->list:
     "The records of log.jsonl; `say` is called about a torn last line."
     return read_jsonl(self.path/"log.jsonl", say)
@@ -265,8 +270,11 @@ def sync(self:RunFolder):
 # %% ../../nbs/run/00_folder.ipynb #8a61c8b7
 class Cost:
     "Seconds spent per phase, kept in `cost.json` over restarts."
-    def __init__(self, path):
-        self.path = Path(path)/"cost.json"
+    def __init__(self,
+        path,      # the run's folder
+        rank:int=0 # number of this process among those of the run; only the seconds of 0 are kept
+    ):
+        self.path,self.rank = Path(path)/"cost.json",rank
         try: self.seconds = dict(read_json(self.path)["seconds"]) if self.path.exists() else {}
         except (ValueError, TypeError, KeyError) as e:
             raise ValueError(f"{self.path} is not what a run writes ({e}); remove it, and seconds are counted anew"
@@ -277,5 +285,17 @@ class Cost:
         seconds:float # wall time
     ):
         "Add seconds to a phase and store the sum."
+        if self.rank: return
         self.seconds[phase] = self.seconds.get(phase, 0) + seconds
         write_json(self.path, dict(seconds=self.seconds, peak_memory_gb=peak_memory()))
+
+    @contextmanager
+    def measure(self,
+        phase:str, # of the `with` block
+        without=() # other phases, whose seconds inside the block are theirs alone
+    ):
+        "Add the seconds of a `with` block to a phase."
+        others = lambda: sum(self.seconds.get(other, 0) for other in without)
+        start,before = time.monotonic(),others()
+        try: yield
+        finally: self.add(phase, time.monotonic()-start-(others()-before))
