@@ -23,7 +23,7 @@ from clvla.run.stop import EXIT_STOPPED
 
 HERE = Path(__file__).parent
 SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32,
-             suite=dict(base="mw5", num_tasks=2))
+             suite=dict(base="mw5", num_tasks=2, eval_env=dict(max_steps=40)))
 ALGOS = {"sequential": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": dict(algo_kw=dict(n_batches=2, B=8))}
 
 
@@ -48,7 +48,7 @@ ONE = {a: dict(algo=a, evaluate="lower" if a == "er" else "none", **kw) for a, k
 FROZEN = dict(algo="sequential", lr=1e-30, weight_decay=0., ema=0., n_trials=3, rows_per_task=2)
 LORA = dict(algo="mir", lora_rank=4, accumulation=2, evaluate="none", **ALGOS["mir"])
 KILLED = dict(algo="mir", num_processes=2, save_every=2, steps_per_task=8, evaluate="none", **ALGOS["mir"])
-STOPPED = dict(algo="er", num_processes=2, steps_per_task=60, evaluate="none", strategy="zero2")
+STOPPED = dict(algo="er", num_processes=2, steps_per_task=40, evaluate="none", strategy="zero2")
 IN_EVALUATION = dict(algo="er", num_processes=2, n_trials=8)
 TWO = {f"{a}-{s}": dict(num_processes=2, strategy=s, **kw) for s in ("ddp", "zero2") for a, kw in ONE.items()}
 TWO |= {f"er-{s}": dict(algo="er", ema=0., num_processes=2, strategy=s) for s in ("zero1", "zero3")}
@@ -73,7 +73,7 @@ def signalled(home):
     "A run that SIGTERM stopped in its second task: exit code, seconds until it had ended, and its stopped.json."
     cfg = config(home, "signal", **STOPPED)
     log, p = Path(cfg.run_dir)/"log.jsonl", start(cfg)
-    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 70)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 46)
     t0 = time.monotonic(); p.terminate()
     code = p.wait(60)
     return code, time.monotonic()-t0, read_json(Path(cfg.run_dir)/"stopped.json"), RunFolder(cfg.run_dir).status
@@ -152,7 +152,7 @@ def test_killed_and_started_again(home, two):
 def test_a_signal_stops_all_at_the_same_update(two, signalled):
     "Under ZeRO-2, whose moments lie in pieces: fresh processes go on from them to the same fingerprint."
     code, seconds, stopped, status = signalled
-    assert code == EXIT_STOPPED and seconds < 15 and status == "stopped" and stopped["stage"] == 1 and 0 < stopped["step"] < 60
+    assert code == EXIT_STOPPED and seconds < 15 and status == "stopped" and stopped["stage"] == 1 and 0 < stopped["step"] < 40
     assert fingerprint(two["signal"].path) == fingerprint(two["whole-signal"].path)
 
 
