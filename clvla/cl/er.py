@@ -30,7 +30,7 @@ class ER(CLAlgorithm):
         n = self.n_drawn(ctx.batch_size)
         drawn = self.choose(n, ctx) if n else []   # (task id, position in its memory) pairs
         self.replayed.update(task_id for task_id,_ in drawn)
-        return ctx.mix(batch, drawn, self.buf.fetch)   # `batch`, then the drawn samples
+        return ctx.mix(batch, drawn, self.buf.fetch)   # fetches the drawn pairs, and appends them
 
     def choose(self, n, ctx): return self.buf.draw(n)
     def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0

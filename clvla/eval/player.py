@@ -134,6 +134,7 @@ def _enough(self:_Evaluation)->list:
         answered = [row for row in self.waiting if row.key == key]
         under_way = [row for row in self.rows if row.trial is not None and row.key == key]   # the answered among them
         # a call with all rows under way would not hold more of them
+        # `gather` gives place -> row: each its own place, or in a queue the first that fit
         if len(gather(answered, self.places)) == len(gather(under_way, self.places)): return answered
     return []
 
