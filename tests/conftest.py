@@ -7,8 +7,9 @@ import pytest
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # read when torch and numpy are imported, and inherited: workers side by side fill the cores
 
-LONG = ("test_notebooks", "test_many", "test_resume", "test_run", "test_libero_env", "test_pool", "test_demos_faults", "test_launch",
-        "test_plugins", "test_libero_data", "test_libero_assets", "test_zero", "test_checkpoint", "test_checkpoint_eval")
+LONG = ("test_notebooks", "test_many", "test_libero_env", "test_resume", "test_run", "test_ranks", "test_player", "test_demos_faults",
+        "test_pool", "test_launch", "test_plugins", "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door",
+        "test_libero_assets", "test_checkpoint", "test_gym", "test_cl")
 
 
 @pytest.fixture(scope="session")
