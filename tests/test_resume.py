@@ -24,7 +24,7 @@ from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED, Stopped
 
 SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, n_workers=1, image_size=32,
-             suite=dict(base="mw5", num_tasks=2))
+             suite="dot_2")
 job = sys.modules["clvla.train.learner"]
 
 
@@ -114,7 +114,7 @@ def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_pat
     assert fingerprint(cfg.run_dir) == undisturbed(algo=algo, n_trials=2)
 
 
-def in_a_queue(monkeypatch): monkeypatch.setattr(kinds["metaworld"], "heavy", True)
+def in_a_queue(monkeypatch): monkeypatch.setattr(kinds["dot"], "heavy", True)
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +157,11 @@ def test_an_older_checkpoint_will_do(data, tmp_path, undisturbed, monkeypatch):
         crash_at(m, 1, 4)
         with pytest.raises(Crash): train_cl(cfg, say=len)
     points, said = checkpoints(Path(cfg.run_dir)/"checkpoints"), []
-    assert [p.name for p in points] == ["000-handle-press", "001+000001-window-close", "001+000002-window-close", "001+000003-window-close"]
+    assert [p.name for p in points] == ["000-left", "001+000001-right", "001+000002-right", "001+000003-right"]
     for p, f in zip(points[1:], ("weights.safetensors", "state.safetensors", "generators-0.safetensors")):
         (p/f).write_bytes((p/f).read_bytes()[:-1])
     train_cl(cfg, said.append)
-    assert sum("is passed over" in s for s in said) == 3 and any("continued after 000-handle-press" in s for s in said)
+    assert sum("is passed over" in s for s in said) == 3 and any("continued after 000-left" in s for s in said)
     assert fingerprint(cfg.run_dir) == undisturbed(algo="er")
 
 
@@ -200,7 +200,7 @@ def test_global_generators_are_part_of_the_state(data, tmp_path, monkeypatch):
 def test_saving_changes_nothing(data, tmp_path, undisturbed):
     cfg = config(data, tmp_path/"run", algo="mir", evaluate="none", save_every=1, keep=1)
     assert fingerprint(train_cl(cfg, say=len).path) == undisturbed(algo="mir", evaluate="none")
-    assert [p.name for p in checkpoints(Path(cfg.run_dir)/"checkpoints")] == ["000-handle-press", "001-window-close"]
+    assert [p.name for p in checkpoints(Path(cfg.run_dir)/"checkpoints")] == ["000-left", "001-right"]
 
 
 def test_minutes_save_too(data, tmp_path):
@@ -218,7 +218,7 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
     state = load_state(last/"state.safetensors")
     assert set(state) == {"t", "at", "skipped", "noise", "opt", "scaler", "overflows"}
     assert set(load_state(last/"algo.safetensors")) >= {"F", "anchor"}
-    assert (run.path/"checkpoints/LATEST").read_text().strip() == '"001-window-close"'
+    assert (run.path/"checkpoints/LATEST").read_text().strip() == '"001-right"'
 
 
 QUEUE = """
@@ -226,7 +226,7 @@ import sys
 from clvla.envs.all import kinds
 from clvla.run.__main__ import main
 from clvla.run.child import as_child
-kinds["metaworld"].heavy = True; as_child(lambda: main(sys.argv[1:]))
+kinds["dot"].heavy = True; as_child(lambda: main(sys.argv[1:]))
 """
 
 
@@ -247,7 +247,7 @@ def test_a_signal_inside_a_task(data, tmp_path, undisturbed, number):
     assert p.returncode == EXIT_STOPPED and time.monotonic()-t0 < 10 and "Traceback" not in out, out
     run, at = RunFolder(cfg.run_dir), read_json(Path(cfg.run_dir)/"stopped.json")
     assert run.status == "stopped" and at["stage"] == 1 and 0 < at["step"] < 60
-    assert f"001+{at['step']:06d}-window-close" in [c.name for c in checkpoints(run.path/"checkpoints")]
+    assert f"001+{at['step']:06d}-right" in [c.name for c in checkpoints(run.path/"checkpoints")]
     assert train_cl(cfg, say=len).status == "done" and fingerprint(cfg.run_dir) == undisturbed(**kw)
 
 
@@ -324,8 +324,8 @@ def test_a_number_that_is_none(data, tmp_path, monkeypatch, kw, skipped):
         with pytest.raises(FloatingPointError, match="bad_updates.jsonl"): train_cl(cfg, say=len)
         assert RunFolder(path).status == "failed" and "FloatingPointError" in (path/"failed.json").read_text()
     seen = [json.loads(l) for l in (path/"bad_updates.jsonl").read_text().splitlines()]
-    assert len(seen) == skipped and seen[0]["task"] == "window-close" and seen[0]["step"] == 0 and len(seen[0]["samples"]) == 8
-    assert {t for t, _ in seen[0]["samples"]} == {"window-close"} and seen[0]["loss"] == "nan"
+    assert len(seen) == skipped and seen[0]["task"] == "right" and seen[0]["step"] == 0 and len(seen[0]["samples"]) == 8
+    assert {t for t, _ in seen[0]["samples"]} == {"right"} and seen[0]["loss"] == "nan"
 
 
 def test_out_of_memory_names_the_setting(data, tmp_path, monkeypatch):
@@ -375,7 +375,7 @@ def test_other_data_are_noticed(data, tmp_path, monkeypatch):
         p = real(*a); p.stats["action"]["mean"][0] += 1e-6
         return p
     monkeypatch.setattr(job, "make_processor", other)
-    with pytest.raises(ValueError, match="not those that 001\\+000002-window-close was trained on"): train_cl(cfg, say=len)
+    with pytest.raises(ValueError, match="not those that 001\\+000002-right was trained on"): train_cl(cfg, say=len)
 
 
 def test_a_damaged_base_is_named_and_made_again(data, tmp_path, undisturbed, monkeypatch):
