@@ -230,7 +230,8 @@ def make_all_demos(
     stream:str=""  # name of the stream, for tasks that are read from data sets
 )->dict:           # task id -> FrameStore
     "Frame stores of several tasks, made in parallel processes or found."
-    wait,stores = on_wait or (lambda: None),{}
+    stores = {}
+    wait = (lambda: None) if on_wait is None else on_wait
     for o in tasks:
         if all(f.exists() for f in _places(o, cfg, stream)[2]): stores[o.id] = make_store(o, cfg, stream, on_wait=wait)
     todo,makers = deque(o for o in tasks if o.id not in stores),_Makers(cfg, stream, say)
