@@ -278,14 +278,14 @@ libero.LiberoEnv._load = refuse
 
 
 def test_the_first_thing_that_a_user_does(tmp_path):
-    "`papermill run_cl -p suite libero_five -p smoke True`, smaller: demonstrations, two tasks, evaluation, results."
+    "`papermill run_cl -p suite libero_five -p smoke True`, smaller: demonstrations, two tasks, short episodes, results."
     import subprocess
     import sys
     from pathlib import Path
     from clvla.run.folder import RunFolder
     root = Path(__file__).resolve().parents[1]
     p = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", str(root/"nbs/run_cl.ipynb"), str(tmp_path/"page.ipynb"),
-                        "-p", "suite", "libero_five", "-p", "smoke", "True", "-p", "n_trials", "1", "-p", "n_demos", "1",
+                        "-p", "suite", "{'base': 'libero_five', 'eval_env': {'max_steps': 40}}", "-p", "smoke", "True", "-p", "n_trials", "1", "-p", "n_demos", "1",
                         "-p", "image_size", "48", "-p", "run_dir", str(tmp_path/"run"), "-p", "data_dir", str(tmp_path/"data")], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert p.returncode == 0, p.stderr[-3000:]
     run = RunFolder(tmp_path/"run")

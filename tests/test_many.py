@@ -22,8 +22,8 @@ from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED
 
 HERE = Path(__file__).parent
-SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32,
-             suite=dict(base="mw5", num_tasks=2, eval_env=dict(max_steps=40)))
+SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32, suite="dot_2")
+ROBOTS = dict(suite=dict(base="mw5", num_tasks=2, eval_env=dict(max_steps=40)))   # where simulators of weight matter
 ALGOS = {"sequential": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": dict(algo_kw=dict(n_batches=2, B=8))}
 
 
@@ -45,11 +45,11 @@ def start(cfg, **env):
 
 
 ONE = {a: dict(algo=a, evaluate="lower" if a == "er" else "none", **kw) for a, kw in ALGOS.items()}
-FROZEN = dict(algo="sequential", lr=1e-30, weight_decay=0., ema=0., n_trials=3, rows_per_task=2)
+FROZEN = dict(algo="sequential", lr=1e-30, weight_decay=0., ema=0., n_trials=3, rows_per_task=2, **ROBOTS)
 LORA = dict(algo="mir", lora_rank=4, accumulation=2, evaluate="none", **ALGOS["mir"])
 KILLED = dict(algo="mir", num_processes=2, save_every=2, steps_per_task=8, evaluate="none", **ALGOS["mir"])
 STOPPED = dict(algo="er", num_processes=2, steps_per_task=40, evaluate="none", strategy="zero2")
-IN_EVALUATION = dict(algo="er", num_processes=2, n_trials=8)
+IN_EVALUATION = dict(algo="er", num_processes=2, n_trials=8, **ROBOTS)
 TWO = {f"{a}-{s}": dict(num_processes=2, strategy=s, **kw) for s in ("ddp", "zero2") for a, kw in ONE.items()}
 TWO |= {f"er-{s}": dict(algo="er", ema=0., num_processes=2, strategy=s) for s in ("zero1", "zero3")}
 TWO |= {"frozen-2": dict(FROZEN, num_processes=2), "lora-2": dict(LORA, num_processes=2), "whole": KILLED, "whole-signal": STOPPED,

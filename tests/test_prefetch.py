@@ -80,9 +80,9 @@ def test_prepare_sees_every_batch_and_runs_in_the_thread(stores):
     def prepare(batch): seen.append(threading.current_thread().name); return batch | {"length": torch.ones(len(batch["index"]))}
     data = TaskData(stores, Processor(compute_stats(stores)), 8, prepare=prepare)
     loader = TaskLoader(data, list(NAMES), 0, prefetch=2); b = loader.next(8)
+    loader.close()   # the thread reads ahead until then
     assert b["length"].shape == (8,) and all(s.startswith("clvla-loader") for s in seen)
     assert "length" in data.fetch_refs([("push", 0), ("pull", 1)]) and seen[-1] == "MainThread"   # replayed samples
-    loader.close()
 
 def test_a_family_gives_its_parts_rates_of_their_own():
     p = make_policy("tiny", 32, D=32); p.lr_of = lambda lr: {"eyes.": lr/10}

@@ -12,6 +12,7 @@ from fastcore.basics import patch
 from IPython import get_ipython
 from IPython.display import display
 from ..core.files import read_json
+from ..eval.metrics import JOINT
 from ..eval.plots import Table, heatmap, loss_curves
 from .checkpoint import checkpoints
 from .config import read_config
@@ -93,7 +94,7 @@ def position(self:Run)->dict:
     record = last_record(log)
     if record is None or not (self.path/"stream.json").exists(): return self._event or {}
     stream,n_steps = read_json(self.path/"stream.json"),self.folder.cfg.steps_per_task
-    if record["task"] == "joint": n_steps *= len(stream["order"])
+    if record["task"] == JOINT: n_steps *= len(stream["order"])
     numbers = dict(loss=record["train/loss"], lr=record["lr"]) if "train/loss" in record else {}
     return dict(phase="training", task=record["task"], stage=record["stage"], n_stages=len(stream["stages"]),
                 done=record.get("step", n_steps-1)+1, total=n_steps, **numbers)

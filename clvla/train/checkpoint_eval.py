@@ -16,7 +16,7 @@ from ..cl.base import prepare_stages
 from ..core.files import read_json, write_json
 from ..core.state import load_state
 from ..envs.all import kind_of
-from ..eval.metrics import record_key
+from ..eval.metrics import JOINT, record_key
 from ..eval.parts import difference, fractions, merge, part_of, plan_of, write_plan
 from ..eval.player import BATCH, POOL_SEED, Player
 from ..policies.all import load_policy
@@ -52,7 +52,7 @@ def cells_of(
     position = read_json(path/"position.json")
     info = dict(stage=position["t"], after=position["name"], step=None)
     cfg = evaluation.cfg
-    if cfg.suite or cfg.evaluate == "full" or position["name"] == "joint": return info,list(evaluation.ids)
+    if cfg.suite or cfg.evaluate == "full" or position["name"] == JOINT: return info,list(evaluation.ids)
     tried = evaluation.own.tried(position["t"])
     return info,[task_id for task_id in evaluation.ids if task_id in tried]
 

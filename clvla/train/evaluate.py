@@ -10,7 +10,7 @@ import time
 from fastcore.basics import patch
 from ..core.progress import emit
 from ..eval.films import film_firsts, firsts
-from ..eval.metrics import record_key
+from ..eval.metrics import JOINT, record_key
 from ..eval.player import POOL_SEED, Player
 from ..run.folder import RunFolder
 from ..run.stop import Stopped
@@ -58,7 +58,7 @@ def tasks_due(
     if cfg.evaluate == "none": return []
     everything = cfg.evaluate == "full"
     if t < 0: return stream.ids if everything and not cfg.last_only else []
-    joint = stages[t].name == "joint"   # one stage that trains all tasks
+    joint = stages[t].name == JOINT   # one stage that trains all tasks
     if step is not None: return stream.ids if joint else [stages[t].name]
     if cfg.last_only and t < len(stages)-1: return []
     return stream.ids if everything or joint else stream.tried(t)

@@ -17,6 +17,7 @@ from ..core.batch import rng_state, set_rng_state, torch_rng
 from ..cl.base import CLContext, call_hook, scope_ids
 from ..cl.engine import Engine, Loop, cl_step
 from ..data.loader import TaskLoader
+from ..eval.metrics import JOINT
 from ..policies.base import param_groups
 from ..policies.ema import EMA
 from ..run.config import device_of
@@ -136,7 +137,7 @@ def stages(self:Trainer)->list:
     tasks = [s.task for s in self.stream.stages]
     ids = [task.id for task in tasks]
     n_steps = [getattr(task, "budget", None) or self.cfg.steps_per_task for task in tasks]
-    if self.algo.scope == "all": return [(0, scope_ids("all", ids, 0), "joint", sum(n_steps))]
+    if self.algo.scope == "all": return [(0, scope_ids("all", ids, 0), JOINT, sum(n_steps))]
     return [(t, scope_ids(self.algo.scope, ids, t), i, n) for t,(i,n) in enumerate(zip(ids, n_steps))]
 
 # %% ../../nbs/train/01_trainer.ipynb #b6ac66fb
