@@ -51,9 +51,11 @@ KILLED = dict(algo="mir", num_processes=2, save_every=2, steps_per_task=8, evalu
 STOPPED = dict(algo="er", num_processes=2, steps_per_task=40, evaluate="none", strategy="zero2")
 IN_EVALUATION = dict(algo="er", num_processes=2, n_trials=8, **ROBOTS)
 TWO = {f"{a}-{s}": dict(num_processes=2, strategy=s, **kw) for s in ("ddp", "zero2") for a, kw in ONE.items()}
-TWO |= {f"er-{s}": dict(algo="er", ema=0., num_processes=2, strategy=s) for s in ("zero1", "zero3")}
-TWO |= {"frozen-2": dict(FROZEN, num_processes=2), "lora-2": dict(LORA, num_processes=2), "whole": KILLED, "whole-signal": STOPPED,
-        "whole-eval": IN_EVALUATION, "signal": STOPPED, "killed-eval": IN_EVALUATION}  # the last two were begun by `signalled` and `cut`
+TWO |= {"er-zero1": dict(algo="er", ema=0., num_processes=2, strategy="zero1"), "frozen-2": dict(FROZEN, num_processes=2),
+        "lora-2": dict(LORA, num_processes=2), "whole": KILLED, "whole-signal": STOPPED, "whole-eval": IN_EVALUATION,
+        "signal": STOPPED, "killed-eval": IN_EVALUATION,  # these two were begun by `signalled` and `cut`
+        # last: DeepSpeed's stage 3 replaces torch's linear layer for the rest of a process; on some processors the sums differ in the last bit
+        "er-zero3": dict(algo="er", ema=0., num_processes=2, strategy="zero3")}
 
 
 @pytest.fixture(scope="module")
