@@ -90,7 +90,7 @@ def test_shares_of_other_stacks_are_not_merged(run, monkeypatch, k, v):
     monkeypatch.setattr(kinds["dot"], "packages", ("mujoco",))
     def begin(part, device="cpu"):
         cfg = config(run, part=part); shutil.rmtree(cfg.folder, ignore_errors=True)
-        ce.begin_queue(ce.check_eval(cfg), RunFolder(cfg.folder), NS(places=9, doubt=lambda *a: ""), len, device)
+        ce.begin_queue(ce.check_eval(cfg), RunFolder(cfg.folder), NS(places=9, pool=None), len, device)
         return cfg.folder
     one = begin("0/2"); begin("1/2"); assert {"torch", "mujoco", "gl", "device"} < set(read_json(begin("0/1")/"plan.json"))
     have |= {k: v}; device = have.get("device", "cpu")
@@ -117,7 +117,7 @@ def test_checkpoints_are_evaluated_where_the_run_would_train(run, monkeypatch, d
     assert bool(word) == any("GPU" in s for s in said) and (not word or any(word in s for s in said))
 
 def test_doubts_are_said(run, monkeypatch):
-    said = []; monkeypatch.setattr("clvla.eval.player.batch_gap", lambda *a: 2.4e-7)
+    said = []; monkeypatch.setattr("clvla.eval.neighbours.batch_gap", lambda *a: 2.4e-7)
     eval_cl(config(run, n_trials=1, part="0/2", last_only=True), said.append)
     assert sum("up to 2e-07" in s for s in said) == 1
 
@@ -167,7 +167,7 @@ def test_parts_made_with_other_assets_are_not_merged(run, monkeypatch):
     monkeypatch.setattr(ce, "load_point", lambda *a: (None, None, None))
     def begin(assets, part="0/1"):
         monkeypatch.setattr(kinds["dot"], "identity", lambda env: assets)
-        cfg = config(run, part=part); ce.begin_queue(ce.check_eval(cfg), RunFolder(cfg.folder), NS(places=9, doubt=lambda *a: ""), len)
+        cfg = config(run, part=part); ce.begin_queue(ce.check_eval(cfg), RunFolder(cfg.folder), NS(places=9, pool=None), len)
         return read_json(cfg.folder/"plan.json")
     one,two = dict(assets="1"*12),dict(assets="2"*12)
     assert begin(one, "0/2")["assets"] == dict(left=one, right=one)

@@ -14,6 +14,7 @@ from clvla.envs.all import make_env
 from clvla.eval.call import batch_gap, idle_row
 from clvla.eval.films import film, film_firsts
 from clvla.eval.metrics import record_key
+from clvla.eval.neighbours import doubt
 from clvla.eval.parts import Book, merge, part_of, plan_of
 from clvla.eval.player import CLOCK, PARTS, Player
 from clvla.eval.rows import OwnTrials, Queue, Row, own_rows, workers_of
@@ -112,7 +113,7 @@ def test_number_of_processes_changes_nothing(reference, rule, world, n_workers):
     assert all(parts) and in_order(sum(parts, [])) == bare(reference) and shapes == {(BATCH+1, 9)}
 
 def test_process_without_a_row(reference):
-    with player_of("own", rank=10, world=11) as player: assert player.pool is None and evaluate(player) == [] and player.doubt(Guided(), PROC) == ""
+    with player_of("own", rank=10, world=11) as player: assert player.pool is None and evaluate(player) == [] and doubt(player, Guided(), PROC) == ""
     first = bare(run("own", pool_kw=dict(rank=0, world=11))); assert first == bare([r for r in reference if r["task"] == "a" and r["trial"]%2 == 0])
 
 def test_a_dead_worker_of_one_process_changes_nothing_but_the_count(reference, tmp_path):
@@ -296,7 +297,7 @@ def test_a_hyphen_makes_two_words_and_the_batch_keeps_its_length():
 def test_doubts_only_where_place_or_neighbours_matter(rule):
     p = Mixed(); p.train()
     with player_of(rule, 1) as player:
-        state = torch.get_rng_state(); said = [player.doubt(Guided(), PROC), player.doubt(p, PROC)]
+        state = torch.get_rng_state(); said = [doubt(player, Guided(), PROC), doubt(player, p, PROC)]
     changed = dict(own="another number of processes or rows", queue="another number of workers, in parts")[rule]
     assert said[0] == "" and changed in said[1] and "threads 1" in said[1] and p.training and torch.equal(state, torch.get_rng_state())
 
@@ -305,7 +306,7 @@ def test_two_places_are_doubted_where_a_row_can_sit_in_each(batch, doubtful):
     "Two rows of one task are neighbours; a queue's only row sits beside the idle row."
     torch.set_num_threads(1)
     with Player(tasks()[:1], 2, 1, image_size=32, H=4, timeout=20, batch=batch) as player:
-        assert player.places == 2 and player.doubt(Guided(), PROC) == "" and bool(player.doubt(Mixed(), PROC)) is doubtful
+        assert player.places == 2 and doubt(player, Guided(), PROC) == "" and bool(doubt(player, Mixed(), PROC)) is doubtful
 
 def test_a_policy_that_mixes_rows_is_found_out():
     rng = np_rng(0, "gap"); obs = {IMAGE: rng.integers(0, 256, (5, 32, 32, 3), dtype="u1"), STATE: rng.normal(size=(5, 2)).astype("f4")}

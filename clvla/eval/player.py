@@ -11,23 +11,26 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..core.names import IMAGES, N_ACTIONS, closest
-from ..core.seeds import np_rng
+from ..core.names import N_ACTIONS, closest
 from ..envs.all import kind_of
 from ..envs.pool import EnvPool
-from .call import batch_gap, gather, idle_row, predict
+from .call import gather, idle_row, predict
 from .metrics import record_key
 from .rows import OwnTrials, Queue, Row, check_envs, own_rows, spec_of, workers_of
 
-# %% ../../nbs/eval/04_player.ipynb #edc98776
-BATCH = 8            # rows of a queue in one policy call
-POOL_SEED = 0        # of the initial states; runs are compared on equal ones
+# %% ../../nbs/eval/04_player.ipynb #b0a5e202
+BATCH = 8       # rows of a queue in one policy call
+POOL_SEED = 0   # of the initial states; runs are compared on equal ones
+PARTS = "begin","act","draw","policy","wait"   # of an episode's seconds
+CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_opens", "episodes", "steps", "pictures",
+         "calls")   # seconds, and counts, of all that a player did
 
+# %% ../../nbs/eval/04_player.ipynb #edc98776
 class Player:
     "The simulators in which a policy is evaluated, as often as wanted."
     def __init__(self,
         tasks,            # of a stream
-        rows_per_task:int=2, # without a queue: rows, and places of a call, for each task
+        rows_per_task:int=2, # of rows owned by tasks
         n_workers:int=2,  # simulators' processes, of this process alone
         image_size:int=48,# pixels
         seed:int=POOL_SEED, # base seed of the initial states
@@ -41,16 +44,14 @@ class Player:
         **pool            # further arguments of the `EnvPool`
     ):
         check_envs(tasks)
-        a,b = part
         self.tasks,self.rows_per_task,self.n_workers = list(tasks),rows_per_task,n_workers
-        n_shares = b*world   # of a queue's episodes: each of `world` processes plays a share of part a
-        share = a+b*rank
-        self.part = (share, n_shares)
+        a,b = part
+        self.queue_part = (a+b*rank, b*world)   # part a of b, divided among `world` processes
         self.clock = dict.fromkeys(CLOCK, 0)
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
         if self.shared:
-            self.places = (batch or BATCH)+1   # of a call; the last one stays idle
+            self.places = (batch or BATCH)+1   # the last one stays idle
             self.rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
         else:
             self.places = len(self.tasks)*rows_per_task
@@ -88,7 +89,7 @@ def evaluate(self:Player,
     if self.pool is None: return []
     done = set(done)
     skip = lambda task, trial: record_key({**stage_info, "task": task, "trial": trial}) in done
-    if self.shared: episodes = Queue([t for t in self.tasks if t.id in ids], trials, skip, self.part)
+    if self.shared: episodes = Queue([t for t in self.tasks if t.id in ids], trials, skip, self.queue_part)
     else: episodes = OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
     evaluation = _Evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo)
     was_training,start = policy.training,time.monotonic()
@@ -133,9 +134,8 @@ def _enough(self:_Evaluation)->list:
     for key in sorted(keys, key=lambda key: key != self.changed_for):   # first the one that needs no change
         answered = [row for row in self.waiting if row.key == key]
         under_way = [row for row in self.rows if row.trial is not None and row.key == key]   # the answered among them
-        # a call with all rows under way would not hold more of them
-        # `gather` gives place -> row: each its own place, or in a queue the first that fit
-        if len(gather(answered, self.places)) == len(gather(under_way, self.places)): return answered
+        possible = gather(under_way, self.places)   # a call with all of them
+        if len(gather(answered, self.places)) == len(possible): return answered
     return []
 
 @patch
@@ -186,8 +186,8 @@ def _act(self:_Evaluation, rows):
         v[:] = 1 if k == N_ACTIONS else 0   # an empty place: zeros, and one discrete action
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self._change_policy(rows[0])
-    seats = [call.get(place, self.idle) for place in range(self.places)]
-    chunks = predict(self.policy, self.processor, self.obs, seats)
+    in_places = [call.get(place, self.idle) for place in range(self.places)]   # rows
+    chunks = predict(self.policy, self.processor, self.obs, in_places)
     seconds = time.perf_counter()-start
     self.clock["policy"] += seconds
     self.clock["calls"] += 1
@@ -206,10 +206,6 @@ def _change_policy(self:_Evaluation, row):
     self.changed_for = row.key
 
 # %% ../../nbs/eval/04_player.ipynb #139f78f8
-PARTS = "begin","act","draw","policy","wait"
-CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_opens", "episodes", "steps", "pictures",
-         "calls")   # seconds, and counts, of all that a player did
-
 @patch
 def _record(self:_Evaluation, row, success:bool):
     "Record the episode of a row that is over."
@@ -233,20 +229,3 @@ def _count(self:_Evaluation, row, parts):
     counts = {name: begin, "n_"+name: 1, "act": act, "draw": draw, "episodes": 1, "steps": row.steps,
               "pictures": len(row.actions)+1}
     for k,n in counts.items(): self.clock[k] += n
-
-# %% ../../nbs/eval/04_player.ipynb #266503c4
-@patch
-def doubt(self:Player, policy, processor)->str:
-    "A warning when this policy's actions depend on who else is in a policy call, or \"\"."
-    if self.pool is None or self.places == 1: return ""   # a row alone has no neighbours
-    rng,was_training = np_rng(0, "gap"),policy.training
-    draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), "u1")
-    obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)
-           for k,v in self.pool.obs.items() if k != N_ACTIONS}
-    try: gap = batch_gap(policy.train(False), processor, obs, self.tasks, self.places, not self.shared)
-    finally: policy.train(was_training)
-    if not gap: return ""
-    if self.shared: what,changed = "the place in a policy call moves","workers, in parts"
-    else: what,changed = "other rows in a policy call move","processes or rows"
-    return (f"{what} this policy's actions by up to {gap:.0e}: with another number of {changed}, or after a "
-            "break the same episodes can end differently. Where it is the rounding of a CPU, threads 1 helps")

@@ -17,6 +17,7 @@ from ..core.files import read_json, write_json
 from ..core.state import load_state
 from ..envs.all import kind_of
 from ..eval.metrics import JOINT, record_key
+from ..eval.neighbours import doubt
 from ..eval.parts import difference, fractions, merge, part_of, plan_of, write_plan
 from ..eval.player import BATCH, POOL_SEED, Player
 from ..policies.all import load_policy
@@ -177,7 +178,7 @@ def begin_queue(evaluation:Evaluation, out:RunFolder, player:Player, say, device
     write_plan(out.path, plan)
     if n := _add_missing(out, records): say(f"{n} episodes were played in parts")
     policy,processor,_ = load_point(evaluation.points[-1], evaluation.run, evaluation.own, device)
-    if word := player.doubt(policy, processor): say(word)
+    if warning := doubt(player, policy, processor): say(warning)
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #3757336f
 def evaluate(

@@ -11,6 +11,7 @@ from fastcore.basics import patch
 from ..core.progress import emit
 from ..eval.films import film_firsts, firsts
 from ..eval.metrics import JOINT, record_key
+from ..eval.neighbours import doubt
 from ..eval.player import POOL_SEED, Player
 from ..run.folder import RunFolder
 from ..run.stop import Stopped
@@ -115,7 +116,7 @@ def player_for(self:Evaluator, policy)->Player:
     n = max(1, cfg.n_workers//shell.world)
     self.player = Player(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, shell.rank,
                          shell.world)
-    if shell.rank == 0 and (doubt := self.player.doubt(policy, self.processor)): shell.say(doubt)
+    if shell.rank == 0 and (warning := doubt(self.player, policy, self.processor)): shell.say(warning)
     return self.player
 
 # %% ../../nbs/train/07_evaluate.ipynb #d0700011
