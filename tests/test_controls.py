@@ -1,5 +1,6 @@
 "Blind and deaf runs: what the policy is given in training, in evaluation and after a stop, how such runs are named and compared, and what is refused."
 import importlib.util
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from clvla.core.config import config_json
 from clvla.core.files import read_json, write_json
@@ -22,7 +24,6 @@ from clvla.eval.rows import Row
 from clvla.policies.all import make_policy
 from clvla.policies.tiny import Tiny
 from clvla.run.config import differences, from_page, read_config
-from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
 from clvla.train.config import TrainConfig, resolve
@@ -146,10 +147,12 @@ def test_no_head_depends_on_what_is_hidden(head):
 
 @pytest.mark.parametrize("head,algo", [("flow", "mir"), ("l1", "derpp")])
 def test_all_that_a_run_shows_its_policy_is_controlled(data, tmp_path, given, head, algo):
-    "Training, replay, scores, kept outputs and evaluation: one picture a camera and one sentence."
-    run = train_cl(config(data, tmp_path/"run", head=head, algo=algo, n_trials=1, last_only=True, **BOTH), say=len)
+    "Training, replay, scores, kept outputs and evaluation: one picture a camera and one sentence. Films show the simulator."
+    run = train_cl(config(data, tmp_path/"run", head=head, algo=algo, n_trials=1, last_only=True, videos=True, **BOTH), say=len)
     assert given["sentences"] == {SENTENCE} and {k for k, _ in given["pictures"]} == {IMAGE, WRIST} and len(given["pictures"]) == 2
     assert given["calls"] > 9 and len(run.episodes()) == 2
+    films = list((run.path/"videos").rglob("*.gif"))
+    assert len(films) == 2 and all(len(Image.open(f).convert("RGB").getcolors(9999)) > 1 for f in films)
 
 
 def test_without_controls_pictures_and_sentences_differ(runs, given):
@@ -174,14 +177,14 @@ def test_a_later_evaluation_of_a_blind_run_is_the_runs_own(runs, monkeypatch):
     assert processor_of(last(run)).controls == Controls(read_json(last(run)/"processor.json")["controls"]["colours"], SENTENCE)
     assert facts(eval_cl(EvalConfig(run_dir=str(run.path), **kw), len).episodes()) == facts(run.episodes())
     chunks = []
-    for keep in (True, False):
+    for keep in (True, False, True):
         with monkeypatch.context() as m:
             m.setattr("clvla.train.checkpoint_eval.processor_of", lambda path: replace(processor_of(path), **({} if keep else dict(controls=Controls()))))
             seen = []
             m.setattr(Tiny, "predict_chunk", lambda self, obs, *, noise=None, real=Tiny.predict_chunk: (seen.append(x := real(self, obs, noise=noise)), x)[1])
-            eval_cl(EvalConfig(run_dir=str(run.path), first_trial=10+keep, **kw), len)
+            shutil.rmtree(eval_cl(EvalConfig(run_dir=str(run.path), first_trial=10, **kw), len).path)
         chunks.append(seen[0])
-    assert not torch.equal(*chunks)
+    assert not torch.equal(chunks[0], chunks[1]) and torch.equal(chunks[0], chunks[2])
 
 
 def test_another_stream_is_played_blind_too(runs, given):
@@ -206,24 +209,16 @@ def test_a_run_that_was_killed_goes_on_blind(data, tmp_path, monkeypatch, given)
     assert fingerprint(train_cl(cfg, say=len).path) == whole and len(given["pictures"]) == 2
 
 
-def test_frames_of_other_colours_are_noticed(data, tmp_path, monkeypatch):
+def test_frames_of_other_colours_are_noticed(runs, tmp_path, monkeypatch):
     "States and actions are the same; a blind policy would go on with another picture."
-    cfg = config(data, tmp_path/"run", algo="joint", evaluate="none", blind=True)
-    run, real = train_cl(cfg, say=len), job.make_processor
-    (run.path/"done.json").unlink()
+    path, real = shutil.copytree(runs(blind=True).path, tmp_path/"run"), job.make_processor
+    (path/"done.json").unlink()
 
     def other(*a):
         processor = real(*a); processor.controls.colours[IMAGE][0] += 1
         return processor
     monkeypatch.setattr(job, "make_processor", other)
-    with pytest.raises(ValueError, match="not those that 000-joint was trained on"): train_cl(cfg, say=len)
-
-
-def test_films_show_the_true_pictures(data, tmp_path):
-    from PIL import Image
-    run = train_cl(config(data, tmp_path/"run", algo="joint", steps_per_task=1, n_trials=1, videos=True, **BOTH), say=len)
-    films = list((run.path/"videos").rglob("*.gif"))
-    assert films and all(len(Image.open(f).convert("RGB").getcolors(9999)) > 1 for f in films)
+    with pytest.raises(ValueError, match="not those that 000-joint was trained on"): train_cl(read_config(path), say=len)
 
 
 def test_the_colours_come_from_the_frames_of_the_statistics(data, tmp_path):
