@@ -1,6 +1,7 @@
 "Every loader refuses what it does not know: with a ValueError that names the file, whatever lies there in its place."
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from clvla.core.names import ACTION, IMAGE, PROMPT, STATE
 from clvla.core.config import config_json
 from clvla.core.files import read_json, sha256, write_json
+from clvla.data.controls import make_controls
 from clvla.data.frames import FrameStore, write_store
 from clvla.data.lerobot import camera_map, file_at, fingerprint, import_lerobot, read_lerobot
 from clvla.data.lerobot_write import decode_image, write_lerobot
@@ -38,6 +40,7 @@ def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("kinds"); store = write_store(home/"store", [episode(6), episode(5, 1)])
     processor = Processor(compute_stats(store)); write_stats(home/"dataset_statistics.json", processor.stats)
     write_json(home/"processor.json", processor.to_json())
+    write_json(home/"controls.json", replace(processor, controls=make_controls([store], True, True)).to_json())
     write_json(home/"stream.json", stream_json(make_stream(dict(base="mw5", num_tasks=2))) | dict(stages=["handle-press", "window-close"]))
     write_lerobot(home/"lerobot", [episode(7), episode(5, 1, "Pull the block")])
     write_json(home/"run/config.json", config_json(resolve(TrainConfig(run_dir=str(home/"run"), data_dir=str(home)))))
@@ -52,6 +55,7 @@ LOADERS = {  # file, how it is read, dicts in it that belong to others
     "lora": ("lora/policy.json", lambda f: load_policy(f.parent), ()),
     "stream": ("stream.json", lambda f: stream_from(read_json(f), f), ("env", "source")),
     "processor": ("processor.json", lambda f: Processor.from_json(read_json(f), f), ()),
+    "controls": ("controls.json", lambda f: Processor.from_json(read_json(f), f), ()),
     "statistics": ("dataset_statistics.json", read_stats, ()),
     "frames": ("store/meta.json", lambda f: FrameStore.open(f.parent), ("source",)),
     "LeRobot": ("lerobot/meta/info.json", lambda f: list(read_lerobot(f.parents[1])), None),

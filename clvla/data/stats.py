@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from ..core.names import ACTION, IMAGES, STATE, Registry
 from ..core.config import entries
 from ..core.files import read_json, write_json
+from .controls import Controls
 
 # %% ../../nbs/data/02_stats.ipynb #e9028c4d
 def array_stats(
@@ -161,9 +162,11 @@ class Processor:
     stats:dict                   # what `compute_stats` gave
     state_norm:str = "mean_std"  # mode of the state
     action_norm:str = "min_max"  # mode of the action
+    controls:Controls = Controls() # what stands in the place of pictures and instructions
 
     def __post_init__(self):
         check_stats(self.stats)
+        if not callable(self.controls): raise ValueError(f"controls are {self.controls!r}, expected Controls(...)")
         for m in (self.state_norm, self.action_norm): modes[m if isinstance(m, str) else repr(m)]
 
     @cached_property
@@ -181,8 +184,8 @@ class Processor:
         return torch.where(k > 0, (x-c)/torch.where(k > 0, k, 1), 0)
 
     def __call__(self, raw:dict)->dict:
-        "A raw batch from a frame store, with state and action normalised."
-        return {k: self._normalise(k, v) if k in self._table else v for k,v in raw.items()}
+        "A raw batch from a frame store, with state and action normalised, as the controls let it through."
+        return self.controls({k: self._normalise(k, v) if k in self._table else v for k,v in raw.items()})
 
 # %% ../../nbs/data/02_stats.ipynb #fbece429
 @patch
@@ -214,13 +217,15 @@ def obs(self:Processor,
                 f"{k!r} must be uint8, (B,h,w,3) as array or (B,3,h,w) as tensor; found {x.dtype} "
                 f"{tuple(x.shape)}")
         out[k] = torch.from_numpy(x if x.flags.writeable else x.copy()).permute(0, 3, 1, 2) if hwc else x
-    return out
+    return self.controls(out)
 
 # %% ../../nbs/data/02_stats.ipynb #0643bd55
 @patch
 def to_json(self:Processor)->dict:
     "The processor as plain JSON values."
-    return dict(stats=self.stats, state_norm=self.state_norm, action_norm=self.action_norm)
+    plain = dict(stats=self.stats, state_norm=self.state_norm, action_norm=self.action_norm)
+    controls = self.controls.to_json()
+    return plain | dict(controls=controls) if controls else plain
 
 @patch(cls_method=True)
 def from_json(cls:Processor,
@@ -228,6 +233,7 @@ def from_json(cls:Processor,
     at:str="processor.json" # where it comes from, for the message
 )->Processor:
     "The processor that `to_json` described."
-    entries(d, dict(stats=dict, state_norm=str, action_norm=str), str(at))
-    try: return cls(**d)
+    entries(d, dict(stats=dict, state_norm=str, action_norm=str, controls=dict), str(at), optional=["controls"])
+    controls = Controls.from_json(d["controls"], f"{at}, controls") if "controls" in d else Controls()
+    try: return cls(**(d | dict(controls=controls)))
     except ValueError as e: raise ValueError(f"{at}: {e}") from e

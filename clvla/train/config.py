@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILLED', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings', 'TrainConfig',
-           'stream_name', 'check_suite', 'stream_for', 'resolve', 'check_batch']
+           'stream_name', 'check_suite', 'stream_for', 'folder_name', 'resolve', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 import json, os
 from ..envs.all import defaults_of, make_stream
-from ..run.config import RunConfig, check_machine, check_values, settings_of, with_folders, world_of
+from ..run.config import RunConfig, check_machine, check_values, settings_of, typed, with_folders, world_of
 from ..run.plugins import plugins_of
 
 # %% ../../nbs/train/00_config.ipynb #e86e98ab
@@ -29,6 +29,8 @@ class DataSettings:
     stats:str = "global"         # statistics from all tasks (global) or frozen after the first (first)
     state_norm:str = "mean_std"  # identity, mean_std, min_max or quantiles
     action_norm:str = ""         # the same
+    blind:bool = False           # control: every picture becomes its camera's mean colour
+    deaf:bool = False            # control: every instruction becomes one and the same sentence
     FREE = ("prefetch",)
     POSITIVE = ("cycles",)
     NOT_NEGATIVE = ("n_demos", "prefetch", "image_size")
@@ -137,12 +139,17 @@ def _stream(text:str): return make_stream(*json.loads(text))
 # %% ../../nbs/train/00_config.ipynb #cfb7e48f
 SMOKE = dict(n_demos=3, steps_per_task=12, n_trials=2, rows_per_task=1, warmup=3)
 
+def folder_name(cfg:TrainConfig)->str:
+    "Name of a run's folder where none was given; ValueError for `blind` or `deaf` that is not True or False."
+    controls = [f"-{k}" for k in ("blind", "deaf") if typed(k, getattr(cfg, k), bool)]
+    return f"{stream_name(cfg.suite)}-{cfg.algo}-{cfg.model}-s{cfg.seed}" + "".join(controls) + "-smoke"*cfg.smoke
+
 def resolve(
     cfg:TrainConfig # as the page gave it
 )->TrainConfig:     # with folders and what suits the stream filled in, and small numbers when `smoke` is set
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
     check_suite(cfg)
-    cfg = with_folders(cfg, f"{stream_name(cfg.suite)}-{cfg.algo}-{cfg.model}-s{cfg.seed}" + "-smoke"*cfg.smoke)
+    cfg = with_folders(cfg, folder_name(cfg))
     plugins_of(cfg)
     check_values(cfg)
     empty = {k: v for k,v in defaults_of(stream_for(cfg)).items() if getattr(cfg, k, None) in ("", 0)}

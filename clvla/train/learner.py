@@ -126,7 +126,7 @@ def make_stores(self:Imitation)->dict:
 def make_policy(self:Imitation, checkpoint:Path|None):
     "The policy as the run starts from it, known to the data; its frozen weights are stored."
     policy = self.new_policy()
-    policy.check_prompts(task.prompt for task in self.stream.tasks)
+    policy.check_prompts(self.processor.controls.instructions(task.prompt for task in self.stream.tasks))
     self.data.prepare = policy.prepare   # what it computes for each batch ahead of the update, in the loader's thread
     if policy.frozen and self.shell.rank == 0:
         stored_hash = read_base(checkpoint)["sha256"] if checkpoint else None

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..cl.all import make_algo
 from ..core.names import require
 from ..core.config import config_json
+from ..data.controls import make_controls
 from ..data.demos import SETTINGS, build, make_demos
 from ..data.frames import FrameStore
 from ..data.lerobot import import_task
@@ -278,8 +279,9 @@ def prepare(
 def make_processor(
     stream:Stream, # gives the first task
     stores:dict,   # task id -> FrameStore
-    cfg:TrainConfig  # stats, state_norm, action_norm
+    cfg:TrainConfig  # stats, state_norm, action_norm, blind, deaf
 )->Processor:      # frozen from here on
-    "Statistics of all tasks, or of the first one only, and the processor made from them."
+    "Statistics and controls of all tasks, or of the first one only, and the processor made from them."
     of = list(stores.values()) if cfg.stats == "global" else [stores[stream.stages[0].task.id]]
-    return Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm)
+    controls = make_controls(of, cfg.blind, cfg.deaf)
+    return Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm, controls=controls)
