@@ -30,7 +30,7 @@ class MetaWorld(Kind):
     def streams(self)->dict: return STREAMS
     def check_spec(self, spec, where="an environment"): return check_variation(super().check_spec(spec, where), where)
     def folder(self, spec):
-        parts = [f"-{name}{spec[name]}" for name in ("spread", "places") if name in spec]
-        return super().folder(spec)+"".join(parts)+f"-{spec['start']}"*("start" in spec)
+        parts = [f"-{name}-{spec[name]}" for name in VARIATIONS if name in spec]
+        return super().folder(spec)+"".join(parts)
 
 metaworld = MetaWorld()
