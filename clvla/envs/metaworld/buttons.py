@@ -13,7 +13,7 @@ from .env import MetaWorldEnv, refresh
 from .tasks import BUTTONS, SIDES
 
 # %% ../../../nbs/envs/metaworld/03_buttons.ipynb #116969b4
-APART = .25                        # metres between neighbouring buttons
+APART = .25                                              # metres between neighbouring buttons
 PREFIX = dict(left="left-", middle="", right="right-")   # of the names of a button's parts in the model
 
 def row_spec(
@@ -22,16 +22,17 @@ def row_spec(
     "Meta-World's button stays in the middle; a copy of it stands on either side."
     import mujoco
     row = mujoco.MjSpec.from_file(str(path))
+    assets = lambda: [list(kind) for kind in (row.materials, row.textures, row.meshes)]
+    n_stock = [len(kind) for kind in assets()]
     for side,x in (("left", -APART), ("right", APART)):
-        prefix = PREFIX[side]
-        one = mujoco.MjSpec.from_file(str(path)).body("buttonbox")
-        row.body("box").add_frame(pos=[x, 0, 0]).attach_body(one, prefix, "")
-        for geom in row.geoms:
-            geom.meshname,geom.material = geom.meshname.removeprefix(prefix),geom.material.removeprefix(prefix)
-        copies = [asset for kind in (row.materials, row.textures, row.meshes) for asset in kind]
-        for asset in copies:
-            if asset.name.startswith(prefix): row.delete(asset)
-    for site in ("buttonStart", "hole"): row.site(site).rgba[3] = 0
+        button = mujoco.MjSpec.from_file(str(path)).body("buttonbox")
+        row.body("box").add_frame(pos=[x, 0, 0]).attach_body(button, PREFIX[side], "")
+        for geom in row.geoms:   # the copy is drawn with the stock meshes and materials
+            geom.meshname = geom.meshname.removeprefix(PREFIX[side])
+            geom.material = geom.material.removeprefix(PREFIX[side])
+    for kind,n in zip(assets(), n_stock):
+        for copy in kind[n:]: row.delete(copy)
+    for site in ("buttonStart", "hole"): row.site(site).rgba[3] = 0   # the green markers of the stock scene
     return row
 
 # %% ../../../nbs/envs/metaworld/03_buttons.ipynb #004056ae
@@ -46,6 +47,10 @@ def row_class(
         def _initialize_simulation(self):
             model = row_spec(self.fullpath).compile()
             return model,mujoco.MjData(model)
+        def _set_obj_xyz(self, pos):   # the stock class knows of one button
+            qpos,qvel = self.data.qpos.copy(),self.data.qvel.copy()
+            qpos[-3:],qvel[-3:] = pos,0
+            self.set_state(qpos, qvel)
         def get_body_com(self, name): return super().get_body_com(PREFIX[self.side]+name if name == "button" else name)
     return Row
 
