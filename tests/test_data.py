@@ -18,7 +18,7 @@ from clvla.data.partition import partitions
 from clvla.data.streams import Stream, Task, stream_from, stream_json
 from clvla.envs.all import defaults_of, kind_of, kinds, make_stream, stream_names
 from clvla.envs.kind import Kind
-from clvla.envs.metaworld.tasks import MT50, metaworld_task
+from clvla.envs.metaworld.tasks import BUTTONS, HALFWAY, MT50, metaworld_task
 
 torch.set_num_threads(1)
 KEYS = (IMAGE, STATE, ACTION)
@@ -56,7 +56,7 @@ def test_registered_streams(name):
 
 @pytest.mark.parametrize("name", [name for kind in ("metaworld", "libero") for name in kinds[kind].streams()])
 def test_prompts_and_limits_of_robots(name):
-    prompts = {k: text for k,(_,text) in MT50.items()} | {libero_id(o): libero_prompt(o) for o in SUITE_OF}
+    prompts = {k: text for k,(_,text) in MT50.items()} | BUTTONS | {k: MT50[stock][1] for k,stock in HALFWAY.items()} | {libero_id(o): libero_prompt(o) for o in SUITE_OF}
     for task in make_stream(name).tasks: assert (task.prompt, task.env["max_steps"] >= 150) == (prompts[task.id], True)
 
 @pytest.mark.parametrize("order", [[0,1,2], [2,1,0], [1,2,0], ["faucet-open","handle-press","window-close"]])

@@ -55,6 +55,7 @@ class Described:
         check_entries(spec, (*ENTRIES, *self.entries))
         self.name,self.image_size,self.seed = spec["name"],int(image_size),int(seed)
         self.task_id = spec.get("task_id", self.name)
+        self.scene = self.name   # tasks of one scene begin alike
         self.prompt = spec.get("prompt", self.task_id.replace("-", " "))
         self.max_steps = int(spec.get("max_steps", 150))
         try: self.sizes = camera_sizes(spec.get("cameras", self.cameras), {*self.views, *self.cameras}, self.image_size)
@@ -90,7 +91,7 @@ class Env(Steppable):
 
     def reset(self, trial:int, out=None)->dict:
         "Begin a trial; `out` as for `obs`."
-        self._begin(seed_of(self.seed, self.kind, self.name, int(trial)))
+        self._begin(seed_of(self.seed, self.kind, self.scene, int(trial)))
         self.trial,self.t,self.ended,self.cut,self.watched = int(trial),0,False,False,{}
         return self.obs(out)
 
