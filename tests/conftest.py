@@ -1,4 +1,4 @@
-"""One thread for each worker, the longest files first, so that two workers end at about the same time, and demonstrations that
+"""One thread for each worker, the longest files first, so that the workers end at about the same time, and demonstrations that
 several files use, made once."""
 import os
 
