@@ -50,7 +50,8 @@ class ER(CLAlgorithm):
 def check(self:ER, B:int):
     "ValueError when replay is asked for and no sample would be replayed."
     if not self.replay_ratio or n_replay(B, self.replay_ratio): return
-    why,cure = f"of a micro-batch of {B} samples (batch_size/accumulation) rounds to none","the ratio or the micro-batch"
+    why = f"of a micro-batch of {B} samples (batch_size/accumulation) rounds to none"
+    cure = "the ratio or the micro-batch"
     if B == 1:
         why = "has no effect: a micro-batch of 1 sample (batch_size/accumulation) leaves room for a new one alone"
         cure = "the micro-batch"
