@@ -101,7 +101,7 @@ def test_er_says_why_nothing_would_be_replayed():
     for ratio in (0, .1, .9): ER(replay_ratio=ratio).check(8)
     with pytest.raises(ValueError, match="rounds to none.*raise the ratio or the micro-batch"): ER(replay_ratio=.1).check(4)
     for ratio in (.1, .9):
-        with pytest.raises(ValueError, match="leaves room for a new one alone.*raise the micro-batch$"): ER(replay_ratio=ratio).check(1)
+        with pytest.raises(ValueError, match="has room for a new one only.*raise the micro-batch$"): ER(replay_ratio=ratio).check(1)
 
 @pytest.mark.parametrize("kw", [dict(buffer_size=-3), dict(total_size=0), dict(sampling="balance"), dict(store="ref")])
 def test_bad_memory_settings(kw):

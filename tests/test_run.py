@@ -103,9 +103,9 @@ def test_first_success_and_failure_are_filmed(data, tmp_path):
     assert len(films) == 2 and all(f.stat().st_size > 1000 for f in films)
 
 
-@pytest.mark.parametrize("algo", ["er", "mir", "ewc"])
-def test_a_stream_that_comes_twice(data, tmp_path, algo):
-    run = train_cl(config(data, tmp_path/"twice", algo=algo, cycles=2, steps_per_task=2, evaluate="none"))
+@pytest.mark.parametrize("algo,kw", [("er", {}), ("mir", {}), ("ewc", dict(n_batches=2, B=8))])
+def test_a_stream_that_comes_twice(data, tmp_path, algo, kw):
+    run = train_cl(config(data, tmp_path/"twice", algo=algo, algo_kw=kw, cycles=2, steps_per_task=2, evaluate="none"))
     assert [p.name for p in checkpoints(run.path/"checkpoints")] == [
         "000-left", "001-right", "002-left", "003-right"]
 

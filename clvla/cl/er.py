@@ -23,25 +23,25 @@ def n_replay(
 class ER(CLAlgorithm):
     "Experience replay."
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; None or 0: all
+        buffer_size:int|None=1000, # samples kept of each finished task; None or 0: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
-        sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
-        store:str="refs",          # "refs": frame numbers; "values": copies of the samples
-        total_size:int|None=None,  # frames kept of all tasks together; None: no bound
+        sampling:str="balanced",   # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
+        store:str="refs",          # "refs": samples by number, read again from the data; "values": copies
+        total_size:int|None=None,  # samples kept of all tasks together; None: no bound
         seed:int=0
     ):
         check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
-        self.replay_ratio,self.replayed = replay_ratio,Counter() # task id -> samples replayed in this stage
+        self.replay_ratio,self.replayed = replay_ratio,Counter() # old task -> samples, since a task began
         self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed)
 
     def modify_batch(self, batch, ctx):
-        n = self.n_drawn(ctx.batch_size)
-        drawn = self.choose(n, ctx) if n else []   # (task id, position in the task's memory) pairs
+        n_old = self.n_drawn(ctx.batch_size)
+        drawn = self.choose(n_old, ctx) if n_old else []   # (task id, position in the task's memory) pairs
         self.replayed.update(task_id for task_id,_ in drawn)
-        return ctx.mix(batch, drawn, self.buf.fetch)   # `batch`, and behind it the fetched samples
+        return ctx.mix(batch, drawn, self.buf.fetch)   # fetches what was drawn and appends it to the batch
 
-    def choose(self, n, ctx): return self.buf.draw(n)   # MIR overrides it
-    def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0
+    def choose(self, n, ctx): return self.buf.draw(n)   # a subclass can choose better: page cl/mir
+    def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0   # nothing in the first task
     def n_task_samples(self, B): return B - self.n_drawn(B)
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
 
@@ -50,27 +50,25 @@ class ER(CLAlgorithm):
 def check(self:ER, B:int):
     "ValueError when replay is asked for and no sample would be replayed."
     if not self.replay_ratio or n_replay(B, self.replay_ratio): return
-    why = f"of a micro-batch of {B} samples (batch_size/accumulation) rounds to none"
-    cure = "the ratio or the micro-batch"
-    if B == 1:
-        why = "has no effect: a micro-batch of 1 sample (batch_size/accumulation) leaves room for a new one alone"
-        cure = "the micro-batch"
-    raise ValueError(f"replay_ratio {self.replay_ratio} {why}, so nothing would be replayed; raise {cure}")
+    if B == 1: raise ValueError("a micro-batch of 1 sample (batch_size/accumulation) has room for a new one only, so "
+                                "nothing would be replayed; raise the micro-batch")
+    raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
+                     "rounds to none, so nothing would be replayed; raise the ratio or the micro-batch")
 
 @patch
 def on_task_start(self:ER, ctx):
-    "Count anew; ValueError when the memory is too small for the tasks of the stream."
+    "Count anew; ValueError when `total_size` is less than one sample for each task of the stream."
     self.replayed = Counter()
     if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids))
 
 @patch
 def metrics(self:ER)->dict:
-    "Samples in memory, and samples replayed in this stage by task."
+    "Samples in memory, and samples replayed in the present task, by the task that they are of."
     return {"buffer": float(len(self.buf)), **{f"replayed/{t}": float(n) for t,n in self.replayed.items()}}
 
 @patch
 def state_dict(self:ER)->dict:
-    "The memory, and what was replayed in this stage."
+    "The memory, and the counts of the present task."
     return dict(buf=self.buf.state_dict(), replayed=dict(self.replayed))
 
 @patch

@@ -22,8 +22,8 @@ from .rows import OwnTrials, Queue, Row, check_envs, own_rows, spec_of, workers_
 BATCH = 8       # rows of a queue in one policy call
 POOL_SEED = 0   # of the initial states; runs are compared on equal ones
 PARTS = "begin","act","draw","policy","wait"   # of an episode's seconds
-CLOCK = ("wall", "begins", "opens", "act", "draw", "policy", "n_begins", "n_opens", "episodes", "steps", "pictures",
-         "calls")   # seconds, and counts, of all that a player did
+CLOCK = ("wall", "begins", "opens", "act", "draw", "policy",             # seconds; opens: begins that built a simulator
+         "n_begins", "n_opens", "episodes", "steps", "pictures", "calls") # counts
 
 # %% ../../nbs/eval/04_player.ipynb #edc98776
 class Player:
@@ -38,7 +38,7 @@ class Player:
         rank:int=0,       # which process this is
         world:int=1,      # of how many that share the episodes
         batch:int=0,      # rows of a queue in one policy call; 0: `BATCH`
-        part=(0,1),       # part of the episodes, number a of b
+        part=(0,1),       # (a,b): of the episodes in a queue every b-th, from number a on
         cameras=None,     # names; None: those that each environment's spec says
         rows:int=0,       # of a queue; 0: two for each worker
         **pool            # further arguments of the `EnvPool`
@@ -52,7 +52,7 @@ class Player:
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
         if self.shared:
             self.places = (batch or BATCH)+1   # the last one stays idle
-            self.rows = [Row(i, i, self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
+            self.rows = [Row(number=i, slot=i, task=self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
         else:
             self.places = len(self.tasks)*rows_per_task
             self.rows = own_rows(self.tasks, rows_per_task, rank, world)
@@ -73,7 +73,7 @@ def evaluate(self:Player,
     processor,       # normalises observations, un-normalises actions
     trials,          # trial numbers, the same for every task
     seed:int,        # of the policy's noise; goes into the records
-    stage_info:dict, # "stage": position or -1, "after": task id or "joint", "step": None at the stage's end
+    stage_info:dict, # for the records: "stage" (-1: untrained), "after" (task id or "joint"), "step" (None: at its end)
     ids=None,        # ids of the tasks to evaluate; None: all
     done=(),         # keys (see `record_key`) of episodes that are recorded already
     on_record=None,  # called with each new record
@@ -135,7 +135,7 @@ def _enough(self:_Evaluation)->list:
         answered = [row for row in self.waiting if row.key == key]
         under_way = [row for row in self.rows if row.trial is not None and row.key == key]   # the answered among them
         possible = gather(under_way, self.places)   # a call with all of them
-        if len(gather(answered, self.places)) == len(possible): return answered
+        if len(gather(answered, self.places)) == len(possible): return answered   # no more would find a place
     return []
 
 @patch
@@ -164,7 +164,7 @@ def _answered(self:_Evaluation, row, result):
     "Note what a row's simulator answered; an episode that is over is recorded at once."
     row.seconds[:3] += result.seconds
     row.opened |= result.opened
-    if row not in self.waiting: self.waiting.append(row)   # it waits already if its worker was lost meanwhile
+    if row not in self.waiting: self.waiting.append(row)   # it is in if its worker was lost after an answer
     if result.restarted:
         row.restarts += 1
         row.rewind(self.seed)
@@ -183,11 +183,11 @@ def _act(self:_Evaluation, rows):
     start = time.perf_counter()
     call = gather(rows, self.places)
     for k,v in self.obs.items():
-        v[:] = 1 if k == N_ACTIONS else 0   # an empty place: zeros, and one discrete action
+        v[:] = 1 if k == N_ACTIONS else 0   # an empty place: zeros; a task has one discrete action at least
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self._change_policy(rows[0])
     in_places = [call.get(place, self.idle) for place in range(self.places)]   # rows
-    chunks = predict(self.policy, self.processor, self.obs, in_places)
+    chunks = predict(self.policy, self.processor, self.obs, in_places)   # noise: from each row's own generator
     seconds = time.perf_counter()-start
     self.clock["policy"] += seconds
     self.clock["calls"] += 1
@@ -201,7 +201,7 @@ def _act(self:_Evaluation, rows):
 def _change_policy(self:_Evaluation, row):
     "Let the algorithm change the policy for this row's key (PackNet masks weights), until a call has another key."
     if self.algo is None or row.key == self.changed_for: return
-    self.changed.close()
+    self.changed.close()   # undoes the last change; the stack can be used again
     self.changed.enter_context(self.algo.eval_policy(self.policy, row.task.id))
     self.changed_for = row.key
 

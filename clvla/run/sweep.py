@@ -31,8 +31,9 @@ def start(
 
 # %% ../../nbs/run/14_sweep.ipynb #b91e509c
 def sweep(
-    run_dirs:list, # folders of runs that were begun
-    parallel:int=2 # runs at the same time
+    run_dirs:list,  # folders of runs that were begun
+    parallel:int=2, # runs at the same time
+    on_done=None    # called with the folder of each run that has just finished
 ):
     "Finish the runs of several folders; RuntimeError names those that failed, RunStopped those that were stopped."
     waiting = [Path(run_dir) for run_dir in run_dirs if not (Path(run_dir)/"done.json").exists()]
@@ -46,6 +47,7 @@ def sweep(
             ended = {path: child.returncode for path,child in running.items() if child.poll() is not None}
             running = {path: child for path,child in running.items() if path not in ended}
             codes |= ended
+            for path in [path for path,code in ended.items() if code == 0 and on_done]: on_done(path)
     finally: stop(*running.values())
     check_codes(codes, kills)
 
