@@ -23,7 +23,7 @@ def metaworld_env(
 
 # %% ../../../nbs/envs/metaworld/02_kind.ipynb #04ea7c5a
 class MetaWorld(Kind):
-    "Fifty tasks of a robot arm before everyday things."
+    "Tasks of a robot arm before everyday things: fifty stock ones, their variations, and rows of buttons."
     label,extra,modules = "Meta-World","metaworld",("metaworld",)
     packages = ("mujoco", "metaworld")
     env,entries = staticmethod(metaworld_env),VARIATIONS
