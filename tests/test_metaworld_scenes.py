@@ -10,6 +10,8 @@ from clvla.envs.metaworld.variations import CROWDED, PAIRS, VARIATIONS, VariedEn
 from clvla.train.config import TrainConfig
 from clvla.train.prepare import demo_dir
 
+pytestmark = pytest.mark.filterwarnings("ignore:Constant.s. may be too high")   # of the stock experts; they are clipped
+
 def spec(name, **kw): return dict(kind="metaworld", name=name, **kw)
 def halfway(name, **kw): return spec(name, **(dict(spread=.2, places=3, start="middle") | kw))
 def of(task_id): return metaworld_task(task_id).env
