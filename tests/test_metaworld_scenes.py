@@ -81,7 +81,7 @@ def test_a_wrong_button_ends_the_episode(verb, envs):
 @pytest.mark.parametrize("task_id", STREAMS["mw10_eyes"].ids)
 def test_stock_experts_succeed(task_id, envs):
     task = STREAMS["mw10_eyes"][task_id]
-    assert [played(envs(task.env), trial) for trial in (0, 1)] == [True, True] and task.env["max_steps"] == 150
+    assert [played(envs(task.env), trial) for trial in (0, 1)] == [True, True] and task.env["max_steps"] == 120
 
 def test_places_and_spread(envs):
     "Positions of the object: three places 27 cm apart; the range about each is the stock range times `spread`."

@@ -13,7 +13,7 @@ from .env import MetaWorldEnv, refresh
 from .tasks import BUTTONS, SIDES
 
 # %% ../../../nbs/envs/metaworld/03_buttons.ipynb #116969b4
-APART = .25                                              # metres between neighbouring buttons
+APART = .2                                               # metres between neighbouring buttons
 PREFIX = dict(left="left-", middle="", right="right-")   # of the names of a button's parts in the model
 
 def row_spec(
@@ -55,7 +55,7 @@ def row_class(
     return Row
 
 # %% ../../../nbs/envs/metaworld/03_buttons.ipynb #e1bd140c
-ROOM = np.array([.24, .1, 0])      # metres: the row's middle is drawn from a box of this size, along x, y and z
+ROOM = np.array([[-.17, -.12, 0], [.17, .03, 0]])   # metres about the middle of the stock range: lowest and highest x, y, z
 SCENES = dict(press="button-press-topdown-v3", push="button-press-v3")   # Meta-World's task of each verb
 
 # %% ../../../nbs/envs/metaworld/03_buttons.ipynb #eca46d7f
@@ -74,7 +74,7 @@ class ButtonsEnv(MetaWorldEnv):
         super()._load()
         space = self.sim._random_reset_space
         middle = (space.low+space.high)/2
-        space.low[:],space.high[:] = middle-ROOM/2,middle+ROOM/2
+        space.low[:],space.high[:] = middle+ROOM
         self.sim.side = self.side
 
     def _begin(self, seed):

@@ -73,10 +73,10 @@ def metaworld_task(
     "A Meta-World task with its instruction and its step limit."
     demos = dict(kind="demos")
     if name in BUTTONS:
-        return Task(name, name, BUTTONS[name], dict(kind="metaworld", name=name, max_steps=150), demos)
+        return Task(name, name, BUTTONS[name], dict(kind="metaworld", name=name, max_steps=120), demos)
     if name in HALFWAY:
         stock = metaworld_task(HALFWAY[name])
-        return replace(stock, id=name, env={**stock.env, "max_steps": 150, **VARIED})
+        return replace(stock, id=name, env={**stock.env, "max_steps": 120, **VARIED})
     if name not in MT50:
         raise ValueError(f"Meta-World has no task {name!r}{closest(name, [*MT50, *BUTTONS, *HALFWAY])}")
     length,text = MT50[name]
