@@ -4,6 +4,7 @@ import pytest
 from clvla.core.names import IMAGE, STATE
 from clvla.core.seeds import seed_of
 from clvla.envs.all import kinds, make_env, make_stream, with_env
+from clvla.envs.metaworld.buttons import APART
 from clvla.envs.metaworld.env import MetaWorldEnv
 from clvla.envs.metaworld.tasks import BUTTONS, HALFWAY, MT50, STREAMS, metaworld_task
 from clvla.envs.metaworld.variations import CROWDED, PAIRS, VARIATIONS, VariedEnv, check_variation
@@ -155,5 +156,5 @@ def test_row_of_buttons_is_made_of_stock_parts(envs):
         m,s,d = env.sim.model,one.sim.model,env.sim.data
         assert (m.nmesh, m.ntex, m.nmat) == (s.nmesh, s.ntex, s.nmat) and m.njnt == s.njnt+2
         left,middle,right = (d.body(f"{side}button").xpos for side in ("left-", "", "right-"))
-        assert np.allclose(middle-left, [.25, 0, 0], atol=1e-6) and np.allclose(right-middle, [.25, 0, 0], atol=1e-6)
+        assert np.allclose([middle-left, right-middle], [APART, 0, 0], atol=1e-6)
         assert all(m.site_rgba[m.site(site).id,3] == 0 for site in ("buttonStart", "hole"))
