@@ -6,6 +6,8 @@ says `lost_at`, a stage and an update after which every rank fails: the next ent
 """
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +30,20 @@ def train(lost_at=None, **settings):
     try: train_cl(TrainConfig(**settings), say=len)
     except Lost: torch.distributed.barrier()
     finally: Trainer.report = report
+
+
+def pair(entries, folder, seconds=400):
+    "Let two fresh processes make or continue the runs of `entries` (settings, one dict each), one after another."
+    path = Path(folder)/"configs.json"
+    path.write_text(json.dumps(entries))
+    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(path)]
+    p = subprocess.Popen(cmd, env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try: out = p.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        raise AssertionError("two processes hang:\n"+p.communicate()[0][-4000:]) from None
+    assert p.returncode == 0, out[-6000:]
 
 
 def main(path):

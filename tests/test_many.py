@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from chaos import alive, environment, wait_for
+from ranks_serve import pair
 from clvla.core.config import config_json
 from clvla.core.files import read_json
 from clvla.run.checkpoint import checkpoints
@@ -21,7 +22,6 @@ from clvla.core.processes import descendants
 from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED
 
-HERE = Path(__file__).parent
 SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32, suite="dot_2")
 ROBOTS = dict(suite=dict(base="mw5", num_tasks=2, eval_env=dict(max_steps=40)))   # where simulators of weight matter
 ALGOS = {"sequential": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": dict(algo_kw=dict(n_batches=2, B=8))}
@@ -95,15 +95,7 @@ def cut(home):
 def two(home, held, signalled, cut):
     "Finished runs of two processes, by name: the same pair of fresh processes made or continued them all, one after another."
     configs = [config(home, name, **kw) for name, kw in TWO.items()]
-    (home/"configs.json").write_text(json.dumps([config_json(c) for c in configs]))
-    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE/"ranks_serve.py"), str(home/"configs.json")]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    p = subprocess.Popen(cmd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try: out = p.communicate(timeout=400)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(p.pid, signal.SIGKILL)
-        pytest.fail("two processes hang:\n"+p.communicate()[0][-4000:], pytrace=False)
-    assert p.returncode == 0, out[-6000:]
+    pair([config_json(c) for c in configs], home)
     return {name: RunFolder(c.run_dir) for name, c in zip(TWO, configs)}
 
 

@@ -1,7 +1,7 @@
 "The algorithms on two processes: the numbers of one under DDP, ZeRO-1 and ZeRO-2, or a refusal at the door; adapters that begin in a later stage."
-import json, os, signal, subprocess, sys
-from pathlib import Path
+import json
 import numpy as np, pytest
+from ranks_serve import pair
 from clvla.core.config import config_json
 from clvla.core.state import read_tensors
 from clvla.run.folder import RunFolder
@@ -35,16 +35,7 @@ def two(home):
                                                                           **(LORA["task_lora-first"] | LOST | dict(evaluate="none")))
         again = config_json(runs[f"lost-{strategy}"])
         entries += [config_json(runs[f"whole-{strategy}"]), again | dict(lost_at=[1, 5]), again]
-    (home/"configs.json").write_text(json.dumps(entries))
-    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(Path(__file__).parent/"ranks_serve.py"),
-           str(home/"configs.json")]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    p = subprocess.Popen(cmd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try: out = p.communicate(timeout=300)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(p.pid, signal.SIGKILL)
-        pytest.fail("two processes hang:\n"+p.communicate()[0][-4000:], pytrace=False)
-    assert p.returncode == 0, out[-6000:]
+    pair(entries, home)
     return {name: RunFolder(c.run_dir) for name,c in runs.items()}
 
 @pytest.fixture(scope="module")
