@@ -46,7 +46,7 @@ class Player:
         check_envs(tasks)
         self.tasks,self.rows_per_task,self.n_workers = list(tasks),rows_per_task,n_workers
         a,b = part
-        self.queue_part = (a+b*rank, b*world)   # part a of b, divided among `world` processes
+        self.queue_part = (a+b*rank, b*world)   # the first of our episodes, and how far from one to the next
         self.clock = dict.fromkeys(CLOCK, 0)
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
@@ -135,7 +135,7 @@ def _enough(self:_Evaluation)->list:
         answered = [row for row in self.waiting if row.key == key]
         under_way = [row for row in self.rows if row.trial is not None and row.key == key]   # the answered among them
         possible = gather(under_way, self.places)   # a call with all of them
-        if len(gather(answered, self.places)) == len(possible): return answered   # no more would find a place
+        if len(gather(answered, self.places)) == len(possible): return answered   # rows that are over count, too
     return []
 
 @patch
@@ -171,7 +171,7 @@ def _answered(self:_Evaluation, row, result):
         return
     row.steps += result.n_steps
     row.reward += result.reward
-    if result.n_steps: row.actions[-1] = row.actions[-1][:result.n_steps]
+    if result.n_steps: row.actions[-1] = row.actions[-1][:result.n_steps]   # a chunk may be cut short; a reset has none
     row.over = result.success or result.terminated or result.truncated
     if row.over: self._record(row, result.success)
 
@@ -183,7 +183,7 @@ def _act(self:_Evaluation, rows):
     start = time.perf_counter()
     call = gather(rows, self.places)
     for k,v in self.obs.items():
-        v[:] = 1 if k == N_ACTIONS else 0   # an empty place: zeros; a task has one discrete action at least
+        v[:] = 1 if k == N_ACTIONS else 0   # an empty place: zeros, and one discrete action (a task has at least one)
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self._change_policy(rows[0])
     in_places = [call.get(place, self.idle) for place in range(self.places)]   # rows
