@@ -10,7 +10,7 @@ from pathlib import Path
 from ..core.config import config_json
 from ..core.files import read_json
 from ..core.records import append_jsonl, read_jsonl
-from ..eval.compare import Run, columns, read_run
+from ..eval.compare import Run, read_run, run_from
 from .config import table
 from .folder import RunFolder
 from .resume import fingerprint
@@ -47,11 +47,9 @@ def unpack(
     line:dict  # what `pack` gave
 )->Run:
     "The run as `compare` and the figures read it; its path is only a name."
-    stream = line["stream"]
     records = [{k: cell[k] for k in PLACE} | dict(trial=trial, success=won == "1", steps=n) for cell in line["episodes"]
                for trial,won,n in zip(cell["trials"], cell["success"], cell["steps"], strict=True)]
-    envs = {t["id"]: t.get("eval_env") or t.get("env") for t in stream["tasks"]}
-    return Run(Path(name), line["config"], tuple(stream["stages"]), columns(stream), records, line["cost"], envs)
+    return run_from(Path(name), line["config"], line["stream"], records, line["cost"])
 
 # %% ../../nbs/run/17_kept.ipynb #17000009
 def read_kept(
