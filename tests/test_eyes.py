@@ -40,8 +40,8 @@ def learn(family, blind=False, deaf=False, steps=500):
     torch.manual_seed(0)
     kw = dict(FAMILIES[family])
     policy = make_policy(kw.pop("name"), SIZE, 2, 2, seed=0, **kw)
-    rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(policy.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 3e-3, total_steps=steps)
+    rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(policy.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 2e-3, total_steps=steps)
 
     def given(made):
         if blind: made[IMAGE] = torch.full_like(made[IMAGE], 90)
