@@ -222,6 +222,7 @@ SETTLE,NOOP = 10,np.array([0, 0, 0, 0, 0, 0, -1.])
 
 class LiberoSim:
     "A LIBERO task: physics, starts, what the robot feels and its cameras see."
+    n_own = N_STATES   # trials below it begin at LIBERO's stored states
     def __init__(self,
         suite:str,            # as "libero_goal"
         name:str,             # of the task
@@ -256,13 +257,18 @@ class LiberoSim:
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #2c622e6f
 @patch
+def start_seed(self:LiberoSim, trial:int)->int:
+    "The seed that LIBERO's sampler draws a start with."
+    return seed_of("libero", self.suite, self.name, trial)%2**32
+
+@patch
 def reset(self:LiberoSim,
     trial:int # 0 to 49: LIBERO's own states; from 50 on: drawn by its sampler
 ):
     "Begin a trial: the same start whatever happened before."
     if trial < 0: raise ValueError(f"a trial is a number from 0 on; found {trial}")
-    e,own = self.domain,trial < N_STATES
-    seed = 0 if own else seed_of("libero", self.suite, self.name, int(trial))%2**32
+    e,own = self.domain,trial < self.n_own
+    seed = 0 if own else self.start_seed(int(trial))
     if self.published:
         with seeded(seed): self._place(True)
     if not (self.published and own):
