@@ -62,18 +62,18 @@ def test_prompts_and_limits_of_robots(name):
 @pytest.mark.parametrize("order", [[0,1,2], [2,1,0], [1,2,0], ["faucet-open","handle-press","window-close"]])
 @pytest.mark.parametrize("cycles", [1,3])
 def test_order_and_cycles(order, cycles):
-    base = make_stream(dict(base="mw5", num_tasks=3))
-    s = make_stream(dict(base="mw5", num_tasks=3, task_order=order), cycles=cycles)
+    base = make_stream(dict(base="mw5_narrow", num_tasks=3))
+    s = make_stream(dict(base="mw5_narrow", num_tasks=3, task_order=order), cycles=cycles)
     want = [o if isinstance(o, str) else base.ids[o] for o in order]
     assert s.ids == want and [g.task.id for g in s.stages] == want*cycles
     assert {o.id for o in s.tasks} == set(base.ids) and make_stream(base, task_order=order).ids == want
 
 @pytest.mark.parametrize("spec,kw,said", [
     ("mw55", {}, "did you mean 'mw5'?"), ("/no/such/folder", {}, "neither a registered stream nor an existing folder"),
-    (dict(base="mw5", num_tasks=9), {}, "1..5"), (dict(base="mw5", num_tasks=0), {}, "1..5"),
-    (dict(base="mw5", tasks=["window-clos"]), {}, "did you mean 'window-close'?"), (dict(num_tasks=2), {},
+    (dict(base="mw5_narrow", num_tasks=9), {}, "1..5"), (dict(base="mw5_narrow", num_tasks=0), {}, "1..5"),
+    (dict(base="mw5_narrow", tasks=["window-clos"]), {}, "did you mean 'window-close'?"), (dict(num_tasks=2), {},
                                                                                     "needs 'base'"),
-    (dict(base="mw5", orders=[0]), {}, "did you mean 'task_order'?"), ("mw5", dict(task_order=[0,1]),
+    (dict(base="mw5_narrow", orders=[0]), {}, "did you mean 'task_order'?"), ("mw5", dict(task_order=[0,1]),
                                                                        "each of the 5 tasks once"),
     ("mw5", dict(task_order=[0,1,2,3,3]), "each of the 5 tasks once"), ("mw5", dict(cycles=0), "at least 1"),
     ("mw5", dict(partition="by_taskindex"), "did you mean 'by_task_index'?")])
@@ -81,12 +81,12 @@ def test_bad_streams(spec, kw, said):
     with pytest.raises(ValueError, match=said.replace("?", r"\?").replace("..", r"\.\.")): make_stream(spec, **kw)
 
 @pytest.mark.parametrize("spec,said", [
-    (dict(base="mw5", env=dict(max_stepz=9)), "did you mean 'max_steps'"), (dict(base="mw5", eval_env=dict(max_stepz=9)), "did you mean 'max_steps'"),
-    (dict(base="mw5", env=dict(max_steps="9")), "'max_steps' is '9', expected int"), (dict(base="mw5", env=dict(max_steps=True)), "expected int"),
-    (dict(base="mw5", env=dict(max_steps=0)), "found 0"), (dict(base="libero_goal", env=dict(protokol="fast")), "did you mean 'protocol'"),
-    (dict(base="mw5", env=dict(cell=.1)), "has no entry 'cell'"), (dict(base="mw5", probes=["pull"]), "no task 'pull'"),
-    (dict(base="mw5", budget={"pull": 9}), "no task 'pull'"), (dict(base="mw5", budget=0), "above 0, found 0"), (dict(base="mw5", budget={"faucet-open": "9"}), "found '9'"),
-    (dict(base="mw5", metaword={}), "did you mean 'metaworld'"), ("", "name is empty"), ([], "name is empty"), ([""], "name is empty")])
+    (dict(base="mw5_narrow", env=dict(max_stepz=9)), "did you mean 'max_steps'"), (dict(base="mw5_narrow", eval_env=dict(max_stepz=9)), "did you mean 'max_steps'"),
+    (dict(base="mw5_narrow", env=dict(max_steps="9")), "'max_steps' is '9', expected int"), (dict(base="mw5_narrow", env=dict(max_steps=True)), "expected int"),
+    (dict(base="mw5_narrow", env=dict(max_steps=0)), "found 0"), (dict(base="libero_goal", env=dict(protokol="fast")), "did you mean 'protocol'"),
+    (dict(base="mw5_narrow", env=dict(cell=.1)), "has no entry 'cell'"), (dict(base="mw5_narrow", probes=["pull"]), "no task 'pull'"),
+    (dict(base="mw5_narrow", budget={"pull": 9}), "no task 'pull'"), (dict(base="mw5_narrow", budget=0), "above 0, found 0"), (dict(base="mw5_narrow", budget={"faucet-open": "9"}), "found '9'"),
+    (dict(base="mw5_narrow", metaword={}), "did you mean 'metaworld'"), ("", "name is empty"), ([], "name is empty"), ([""], "name is empty")])
 def test_nested_entries_are_checked_at_the_door(spec, said):
     with pytest.raises(ValueError, match=said): make_stream(spec)
 
@@ -95,15 +95,15 @@ def test_a_registered_task_with_an_unknown_entry_is_refused():
     with pytest.raises(ValueError, match="env of task 'x' has no entry 'max_stepz'"): make_stream(Stream("mine", (task, wrong)))
 
 def test_probes_budgets_and_environments_of_evaluation():
-    s = make_stream(dict(base="mw5", num_tasks=3, probes=["faucet-open-v3"], budget=70, eval_env=dict(max_steps=200), task_order=[2,1,0]), cycles=2)
+    s = make_stream(dict(base="mw5_narrow", num_tasks=3, probes=["faucet-open-v3"], budget=70, eval_env=dict(max_steps=200), task_order=[2,1,0]), cycles=2)
     assert s.ids == ["faucet-open", "window-close", "handle-press"] and [g.task.id for g in s.stages] == ["window-close", "handle-press"]*2
     assert {t.budget for t in s.tasks} == {70} and {t.eval_env["max_steps"] for t in s.tasks} == {200} and len(s) == 4
     assert stream_from(json.loads(json.dumps(stream_json(s)))) == s
 
 def test_streams_that_were_stored_before_the_newer_entries_are_read():
-    d = stream_json(make_stream("mw5"))
+    d = stream_json(make_stream("mw5_narrow"))
     older = d | dict(tasks=[{k: t[k] for k in ("id", "name", "prompt", "env", "source")} for t in d["tasks"]])
-    assert stream_from(older) == make_stream("mw5")
+    assert stream_from(older) == make_stream("mw5_narrow")
 
 def test_defaults_follow_from_the_stream_that_was_made(sets, tmp_path):
     folder = tmp_path/"libero_goal"; sets["own"].rename(folder)   # a folder whose name says nothing of what is in it

@@ -41,7 +41,7 @@ def home(tmp_path_factory):
     processor = Processor(compute_stats(store)); write_stats(home/"dataset_statistics.json", processor.stats)
     write_json(home/"processor.json", processor.to_json())
     write_json(home/"controls.json", replace(processor, controls=make_controls([store], True, True)).to_json())
-    write_json(home/"stream.json", stream_json(make_stream(dict(base="mw5", num_tasks=2))) | dict(stages=["handle-press", "window-close"]))
+    write_json(home/"stream.json", stream_json(make_stream(dict(base="mw5_narrow", num_tasks=2))) | dict(stages=["handle-press", "window-close"]))
     write_lerobot(home/"lerobot", [episode(7), episode(5, 1, "Pull the block")])
     write_json(home/"run/config.json", config_json(resolve(TrainConfig(run_dir=str(home/"run"), data_dir=str(home)))))
     save_policy(make_policy("tiny", **SMALL), "tiny", home/"plain")
@@ -158,9 +158,9 @@ def test_statistics_are_set_right(home, tmp_path):
     with pytest.raises(ValueError, match="unknown normalisation"): Processor(good, state_norm=["x"])
 
 
-@pytest.mark.parametrize("spec", [3, [3], [None], dict(base=3), dict(base="mw5", num_tasks="2"), dict(base="mw5", tasks=3), dict(base="mw5", cycles="x"),
-                                  dict(base="mw5", task_order=[0, None, 1, 2, 3]), dict(base="mw5", task_order=[True, False, 2, 3, 4]),
-                                  dict(base="mw5", partition=[]), {}])
+@pytest.mark.parametrize("spec", [3, [3], [None], dict(base=3), dict(base="mw5_narrow", num_tasks="2"), dict(base="mw5_narrow", tasks=3), dict(base="mw5_narrow", cycles="x"),
+                                  dict(base="mw5_narrow", task_order=[0, None, 1, 2, 3]), dict(base="mw5_narrow", task_order=[True, False, 2, 3, 4]),
+                                  dict(base="mw5_narrow", partition=[]), {}])
 def test_streams_that_are_none(spec):
     with pytest.raises(ValueError): make_stream(spec)
 

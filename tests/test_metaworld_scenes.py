@@ -79,9 +79,9 @@ def test_a_wrong_button_ends_the_episode(verb, envs):
     assert right and named.ended and env.ended and terminated and not success and not truncated and env.t < env.max_steps
     with pytest.raises(ValueError, match="the episode has ended"): env.step_chunk(np.zeros((1, 4)))
 
-@pytest.mark.parametrize("task_id", STREAMS["mw10_eyes"].ids)
+@pytest.mark.parametrize("task_id", STREAMS["mw10"].ids)
 def test_stock_experts_succeed(task_id, envs):
-    task = STREAMS["mw10_eyes"][task_id]
+    task = STREAMS["mw10"][task_id]
     assert [played(envs(task.env), trial) for trial in (0, 1)] == [True, True] and task.env["max_steps"] == 120
 
 def test_places_and_spread(envs):
@@ -119,12 +119,12 @@ REFUSED = [(dict(spread=.05), "spread is 0.05, expected a number from .1 to 4"),
 def test_unknown_and_unfitting_values_are_refused_at_the_door(kw, says):
     with pytest.raises(ValueError, match=says): make_env(spec("faucet-open-v3", **kw))
     with pytest.raises(ValueError, match=says): with_env(metaworld_task("faucet-open"), kw)
-    with pytest.raises(ValueError, match=says): make_stream(dict(base="mw10_eyes", tasks=["open-faucet"], env=kw))
+    with pytest.raises(ValueError, match=says): make_stream(dict(base="mw10", tasks=["open-faucet"], env=kw))
 
 def test_variations_that_do_not_fit_the_task_are_refused_at_the_door():
     for kw in (dict(places=2), dict(start="middle")):
         with pytest.raises(ValueError, match="expected only for faucet-., window-., drawer-."): make_env(spec("push-v3", **kw))
-    with pytest.raises(ValueError, match="a row of buttons has no variations"): make_stream(dict(base="mw5_eyes", env=dict(spread=.5)))
+    with pytest.raises(ValueError, match="a row of buttons has no variations"): make_stream(dict(base="mw5", env=dict(spread=.5)))
     for name in CROWDED:
         with pytest.raises(ValueError, match="expected 1 to 4: Meta-World keeps its object and its goal apart"): make_env(spec(name, spread=.5))
         make_env(spec(name, spread=1.5))
@@ -133,7 +133,7 @@ def test_variations_that_do_not_fit_the_task_are_refused_at_the_door():
     assert check_variation(dict(max_steps=9)) == dict(max_steps=9)   # a part of a spec
 
 def test_ids_and_folders_keep_demonstrations_apart():
-    assert not ({*BUTTONS, *HALFWAY} & MT50.keys()) and {t.id for t in STREAMS["mw10_eyes"].tasks} <= {*BUTTONS, *HALFWAY}
+    assert not ({*BUTTONS, *HALFWAY} & MT50.keys()) and {t.id for t in STREAMS["mw10"].tasks} <= {*BUTTONS, *HALFWAY}
     cfg,stock = TrainConfig(n_demos=25, image_size=48),metaworld_task("faucet-open")
     variants = [{}, dict(spread=.2), dict(spread=2), dict(places=2), dict(places=2, spread=.2), dict(start="middle"), dict(places=3, start="middle")]
     folders = {demo_dir(with_env(stock, kw), cfg) for kw in variants} | {demo_dir(metaworld_task(i), cfg) for i in (*HALFWAY, *BUTTONS)}
@@ -141,7 +141,7 @@ def test_ids_and_folders_keep_demonstrations_apart():
     assert set(kinds["metaworld"].entries) == set(VARIATIONS) == set(VariedEnv.entries)
 
 def test_streams():
-    five,ten = STREAMS["mw5_eyes"],STREAMS["mw10_eyes"]
+    five,ten = STREAMS["mw5"],STREAMS["mw10"]
     assert five.ids == ["press-left", "open-faucet", "press-middle", "close-faucet", "press-right"]
     assert ten.ids == five.ids+["push-left", "open-drawer", "push-middle", "close-drawer", "push-right"]
     for t in ten.tasks:

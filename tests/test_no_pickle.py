@@ -49,7 +49,7 @@ def write_everything(home):
     policy = make_policy("tiny"); opt = torch.optim.AdamW(policy.parameters())
     for p in policy.parameters(): p.grad = torch.zeros_like(p)
     opt.step()
-    docs = {"config.json": read_json(home/"run/config.json"), "processor.json": processor.to_json(), "stream.json": stream_json(make_stream("mw5"))}
+    docs = {"config.json": read_json(home/"run/config.json"), "processor.json": processor.to_json(), "stream.json": stream_json(make_stream("mw5_narrow"))}
     save_checkpoint(home/"run/checkpoints", "000-x", dict(opt=opt.state_dict(), rng=np.random.default_rng(0).bit_generator.state), docs,
                     lambda d: save_policy(policy, "tiny", d))
     save_state(home/"state.safetensors", dict(a=torch.ones(3), b=(1, None)))
@@ -62,7 +62,7 @@ def load_everything(home):
     policy = load_policy(path); load_weights(policy, path); opt = torch.optim.AdamW(policy.parameters()); opt.load_state_dict(state["opt"])
     assert len(FrameStore.open(home/"store").gather([0, 5, 34], 4)[PROMPT]) == 3
     assert Processor.from_json(read_json(path/"processor.json")).stats == read_stats(home/"dataset_statistics.json")
-    assert stream_from(read_json(path/"stream.json")) == make_stream("mw5")
+    assert stream_from(read_json(path/"stream.json")) == make_stream("mw5_narrow")
     assert sorted(map(len, import_lerobot(home/"lerobot", home/"imported").values())) == [5, 7]
     run = RunFolder(home/"run"); assert read_config(home/"run") == run.cfg and len(run.logs()) == len(run.episodes()) == 1 and not run.done
 

@@ -197,9 +197,9 @@ def test_so_does_the_library_s_own_door(tmp_path, given, says):
     (dict(num_processes=64, batch_size=64), "cores; use at most"), (dict(model_kw=dict(D=7)), "D is 7"), (dict(model_kw=dict(n_blocks=-1)), "n_blocks"),
     (dict(model_kw=dict(D="big")), "D"), (dict(model_kw=dict(DD=7)), "did you mean 'D'?"), (dict(algo_kw=dict(seed=5)), "no setting 'seed'"),
     (dict(algo="ewc", algo_kw=dict(buffer_size=5)), "no setting 'buffer_size'"), (dict(algo="er", algo_kw=dict(sampel="x")), "no setting 'sampel'"),
-    (dict(suite=dict(base="mw5", env=dict(max_stepz=5))), "did you mean 'max_steps'?"), (dict(init_from="/nowhere"), "does not exist"),
+    (dict(suite=dict(base="mw5_narrow", env=dict(max_stepz=5))), "did you mean 'max_steps'?"), (dict(init_from="/nowhere"), "does not exist"),
     (dict(suite="/no/folder"), "neither a registered stream nor an existing folder"), (dict(num_processes=3), "cannot be split into 3"), (dict(strategy="zero2"), "num_processes"),
-    (dict(suite=dict(base="mw5", tasks=["window-clos"])), "did you mean 'window-close'"), (dict(task_order=[0, 0]), "task_order"),
+    (dict(suite=dict(base="mw5_narrow", tasks=["window-clos"])), "did you mean 'window-close'"), (dict(task_order=[0, 0]), "task_order"),
     (dict(accumulation=3), "micro-batches"), (dict(head="l2"), "did you mean 'l1'"), (dict(image_size=50), "image"),
 ])
 def test_bad_settings_end_before_anything_is_made(data, tmp_path, kw, says):
@@ -307,7 +307,7 @@ def children(pid):
 
 def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
     "The child and its simulators, Meta-World's, end with the process that started them."
-    cfg = config(data, tmp_path/"run", algo="er", steps_per_task=2000, suite=dict(base="mw5", num_tasks=2))
+    cfg = config(data, tmp_path/"run", algo="er", steps_per_task=2000, suite=dict(base="mw5_narrow", num_tasks=2))
     RunFolder(cfg.run_dir).begin(cfg)
     code = f"from clvla.run.launch import launch; launch('clvla.run', {cfg.run_dir!r})"
     p = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 
 SMALL = dict(n_demos=3, steps_per_task=12, warmup=3, n_trials=2, rows_per_task=1, n_workers=2)
-MW2, MW3 = ({"base": "mw5", "num_tasks": n} for n in (2, 3))
+MW2, MW3 = ({"base": "mw5_narrow", "num_tasks": n} for n in (2, 3))
 LIBERO2 = {"base": "libero_goal", "tasks": ["turn_on_the_stove", "put_the_bowl_on_the_plate"]}
 RUNS = dict(
     sequential=dict(algo="sequential", suite=MW2, evaluate="full", curve_points=2),
     joint=dict(algo="joint", suite=MW2),
     cumulative=dict(algo="cumulative", suite=MW3, head="l1", evaluate="none"),
     er=dict(algo="er", suite=MW3, accumulation=2, batch_size=32),
-    er_twice=dict(algo="er", suite={"base": "mw5", "num_tasks": 2, "cycles": 2}, algo_kw={"buffer_size": 40}, reset_optimizer=False),
+    er_twice=dict(algo="er", suite={"base": "mw5_narrow", "num_tasks": 2, "cycles": 2}, algo_kw={"buffer_size": 40}, reset_optimizer=False),
     mir=dict(algo="mir", suite=MW3, algo_kw={"refresh": 3}),
     ewc=dict(algo="ewc", suite=MW3, algo_kw={"lam": 10., "n_batches": 2}),
     er_lora=dict(algo="er", suite=MW2, lora_rank=4, evaluate="none"),

@@ -52,10 +52,11 @@ class Eye(nn.Module):
     def __init__(self, image_size:int, D:int, n_keypoints:int=32):
         super().__init__()
         n = image_size//16
-        self.conv = nn.Sequential(nn.Conv2d(3, 32, 8, 4, 2), nn.ReLU(), nn.Conv2d(32, 64, 4, 2, 1), nn.ReLU(),
-                                  nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU())
+        layers = (nn.Conv2d(3, 32, 8, 4, 2), 4), (nn.Conv2d(32, 64, 4, 2, 1), 8), (nn.Conv2d(64, 64, 3, 1, 1), 8)
+        self.conv = nn.Sequential(*(m for conv,groups in layers
+                                    for m in (conv, nn.GroupNorm(groups, conv.out_channels), nn.ReLU())))
         self.patch,self.where = nn.Conv2d(64, D, 2, 2),Keypoints(64, n_keypoints, image_size//8)
-        self.kp,self.pos = nn.Linear(2*n_keypoints, D),nn.Parameter(.02*torch.randn(n*n+1, D))
+        self.kp,self.pos = nn.Linear(2*n_keypoints, D),nn.Parameter(.3*torch.randn(n*n+1, D))
 
     def forward(self, x:Tensor)->Tensor:
         f = self.conv(x.float()/127.5 - 1)

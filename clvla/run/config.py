@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'RunConfig', 'table', 'hosts', 'world_of', 'typed', 'literal', 'value_of', 'make_config',
            'owner_of', 'settings_of', 'setting_value', 'from_page', 'check_values', 'check_settings', 'check_machine',
-           'memory_gb', 'resident_gb', 'count_gpus', 'device_of', 'with_folders', 'differences', 'read_config',
+           'memory_gb', 'resident_gb', 'count_gpus', 'device_of', 'with_defaults', 'differences', 'read_config',
            'refuse_twice', 'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
@@ -36,14 +36,14 @@ class RunConfig:
     detached:bool = False       # the run outlives the page that started it
     device:str = "auto"         # auto, cpu or cuda
     precision:str = "no"        # no (float32), bf16, or fp16 on a GPU
-    threads:int = 1             # torch threads of each training process
+    threads:int = 0             # torch threads of each training process; 0: two where there is one process, else one
     save_every:int = 0          # updates between two checkpoints inside a task, 0 = none
     save_minutes:float = 10.    # minutes between two checkpoints inside a task, 0 = none
     keep:int = 3                # newest checkpoints that are kept beside those at the tasks' ends
     # settings that change no number: only these may differ when a run is continued
     FREE = ("run_dir", "data_dir", "plugins", "machines", "timeout", "detached", "save_every", "save_minutes", "keep")
-    POSITIVE = ("num_processes", "threads", "timeout", "keep")
-    NOT_NEGATIVE = ("seed", "save_every", "save_minutes")
+    POSITIVE = ("num_processes", "timeout", "keep")
+    NOT_NEGATIVE = ("seed", "threads", "save_every", "save_minutes")
     CHOICES = dict(device=("auto", "cpu", "cuda"), precision=("no", "bf16", "fp16"),
                    strategy=("ddp", "zero1", "zero2", "zero3"))
 
@@ -258,14 +258,15 @@ def device_of(
     return "cuda" if device != "cpu" and count_gpus() else "cpu"
 
 # %% ../../nbs/run/07_config.ipynb #b0700018
-def with_folders(
-    cfg:RunConfig, # run_dir and data_dir as they were given
+def with_defaults(
+    cfg:RunConfig, # run_dir, data_dir and threads as they were given
     name:str     # of the run's folder, where none was given
 )->RunConfig:      # absolute paths
-    "Fill in the folders of a run."
+    "Fill in the folders of a run, and the threads of its processes."
     data = cfg.data_dir or os.environ.get("CLVLA_DATA") or "~/.cache/clvla"
     path = lambda p: str(Path(p).expanduser().resolve())
-    return replace(cfg, run_dir=path(cfg.run_dir or f"runs/{name}"), data_dir=path(data),
+    threads = cfg.threads or (2 if world_of(cfg) == 1 else 1)
+    return replace(cfg, run_dir=path(cfg.run_dir or f"runs/{name}"), data_dir=path(data), threads=threads,
                    plugins=[path(p) if p.endswith(".py") else p for p in cfg.plugins])
 
 # %% ../../nbs/run/07_config.ipynb #b070001a

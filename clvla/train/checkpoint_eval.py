@@ -130,7 +130,7 @@ def eval_cl(
     "Evaluate a run's checkpoints; continues an evaluation that was interrupted."
     evaluation = check_eval(cfg)
     cfg,out = evaluation.cfg,RunFolder(begin_eval(evaluation))
-    torch.set_num_threads(evaluation.run.threads)
+    torch.set_num_threads(1)   # as the run's own evaluation
     device = _device_for(evaluation, out, say)
     if word := check_starts(cfg, evaluation.stream.tasks): say(word)
     with out.lock(), StopFlag() as flag:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 import json, os
 from ..envs.all import defaults_of, make_stream
-from ..run.config import RunConfig, check_machine, check_values, settings_of, typed, with_folders, world_of
+from ..run.config import RunConfig, check_machine, check_values, settings_of, typed, with_defaults, world_of
 from ..run.plugins import plugins_of
 
 # %% ../../nbs/train/00_config.ipynb #e86e98ab
@@ -149,7 +149,7 @@ def resolve(
 )->TrainConfig:     # with folders and what suits the stream filled in, and small numbers when `smoke` is set
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
     check_suite(cfg)
-    cfg = with_folders(cfg, folder_name(cfg))
+    cfg = with_defaults(cfg, folder_name(cfg))
     plugins_of(cfg)
     check_values(cfg)
     empty = {k: v for k,v in defaults_of(stream_for(cfg)).items() if getattr(cfg, k, None) in ("", 0)}

@@ -55,7 +55,7 @@ def make_optimizer(
         raise ValueError("the policy has no trained parameter; is everything frozen?")
     own_rates = policy.lr_of(cfg.lr) if hasattr(policy, "lr_of") else {}   # of its family; any module may be trained
     groups = param_groups(policy, cfg.lr, cfg.weight_decay, own_rates | cfg.lr_of)
-    return torch.optim.AdamW([g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in groups])
+    return torch.optim.AdamW([g | dict(peak=g["lr"], floor=cfg.lr_floor) for g in groups], fused=True)
 
 # %% ../../nbs/train/01_trainer.ipynb #eba85a97
 def make_accelerator(

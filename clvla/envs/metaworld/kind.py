@@ -27,6 +27,7 @@ class MetaWorld(Kind):
     label,extra,modules = "Meta-World","metaworld",("metaworld",)
     packages = ("mujoco", "metaworld")
     env,entries = staticmethod(metaworld_env),VARIATIONS
+    defaults = dict(steps_per_task=300)
     def streams(self)->dict: return STREAMS
     def check_spec(self, spec, where="an environment"): return check_variation(super().check_spec(spec, where), where)
     def folder(self, spec):
