@@ -254,13 +254,9 @@ class LiberoSim:
     def data(self): return self.domain.sim.data._data
     @property
     def goal(self)->list: return self.domain.parsed_problem["goal_state"]
+    def _start_seed(self, trial:int)->int: return seed_of("libero", self.suite, self.name, trial)%2**32
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #2c622e6f
-@patch
-def start_seed(self:LiberoSim, trial:int)->int:
-    "The seed that LIBERO's sampler draws a start with."
-    return seed_of("libero", self.suite, self.name, trial)%2**32
-
 @patch
 def reset(self:LiberoSim,
     trial:int # 0 to 49: LIBERO's own states; from 50 on: drawn by its sampler
@@ -268,7 +264,7 @@ def reset(self:LiberoSim,
     "Begin a trial: the same start whatever happened before."
     if trial < 0: raise ValueError(f"a trial is a number from 0 on; found {trial}")
     e,own = self.domain,trial < self.n_own
-    seed = 0 if own else self.start_seed(int(trial))
+    seed = 0 if own else self._start_seed(int(trial))
     if self.published:
         with seeded(seed): self._place(True)
     if not (self.published and own):

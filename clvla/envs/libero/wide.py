@@ -27,9 +27,11 @@ def check_variation(
     "ValueError for a variation that there is not, or that does not fit the task."
     spread,places = spec.get("spread", 1),spec.get("places", "exchanged")
     if isinstance(spread, bool) or not .1 <= spread <= WIDEST:
-        raise ValueError(f"{where}: spread is {spread!r}, expected a number from .1 to {WIDEST} (1 is LIBERO's own range)")
+        raise ValueError(f"{where}: spread is {spread!r}, expected a number from .1 to {WIDEST} (1 is LIBERO's own "
+                         "range)")
     if places != "exchanged":
-        raise ValueError(f"{where}: places is {places!r}; it can be 'exchanged', or be left out for LIBERO's own places")
+        raise ValueError(f"{where}: places is {places!r}; it can be 'exchanged', or be left out for LIBERO's own "
+                         "places")
     given = [entry for entry in VARIATIONS if entry in spec]
     suite,name = spec.get("suite", "libero_goal"),spec.get("name")
     if given and (suite != "libero_goal" or name in FIXED):
@@ -79,12 +81,12 @@ class WideSim(LiberoSim):
 
     @property
     def samplers(self)->dict: return self.domain.placement_initializer.samplers
-    def start_seed(self, trial): return seed_of("libero wide", self.suite, self.name, trial, self.attempt)%2**32
+    def _start_seed(self, trial): return seed_of("libero wide", self.suite, self.name, trial, self.attempt)%2**32
 
     def _place(self, hard):
         if hard: return super()._place(True)   # LIBERO's; a soft one follows
         for _ in range(1000):
-            self.aim(self.draw_places())
+            self._aim(self._draw())
             super()._place(False)
             self.domain.sim.forward()
             if room(World(self.domain)) >= ROOM: break
@@ -101,7 +103,7 @@ class WideSim(LiberoSim):
 
 # %% ../../../nbs/envs/libero/12_wide.ipynb #12000041
 @patch
-def draw_places(self:WideSim)->dict:
+def _draw(self:WideSim)->dict:
     "Sampler -> (2,) metres; numpy's global generator draws, as for LIBERO's sampler."
     things = [key for key in self.ranges if key in self.domain.objects_dict]   # the others are furniture
     order = np.random.permutation(things) if self.exchanged else things
@@ -110,7 +112,7 @@ def draw_places(self:WideSim)->dict:
             for key,(middle,half) in self.ranges.items()}
 
 @patch
-def aim(self:WideSim, places:dict):
+def _aim(self:WideSim, places:dict):
     "Give each sampler one point instead of a range, and put the furniture back to the origin."
     model = self.domain.sim.model
     model.body_pos[:],model.body_quat[:],model.site_rgba[:] = self.domain.untouched
