@@ -17,7 +17,7 @@ from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check, demo_dir
 
 BOWL = "put_the_bowl_on_the_plate"
-BOTH = dict(spread=1.5, places="exchanged")
+BOTH = dict(spread=1.5, places="exchanged")   # without `sides`
 
 
 def spec(name=BOWL, **kw): return dict(kind="libero", suite="libero_goal", name=name, max_steps=300, **kw)
@@ -27,6 +27,7 @@ def spec(name=BOWL, **kw): return dict(kind="libero", suite="libero_goal", name=
     (dict(spread=0), "expected a number from .1 to 4"), (dict(spread=4.5), "expected a number from .1 to 4"),
     (dict(spread=True), "expected"), (dict(spread=float("nan")), "expected a number"), (dict(spread="2"), "expected"),
     (dict(places="swapped"), "it can be 'exchanged'"), (dict(places=3), "expected str"),
+    (dict(sides="exchanged"), "it can be 'mirrored'"), (dict(sides=True), "expected str"),
     (dict(sprad=2), "did you mean 'spread'")])
 def test_bad_values_are_refused_when_a_stream_is_made_and_when_an_environment_is(entries, says):
     with pytest.raises(ValueError, match=says.replace(".", r"\.")): make_env(spec(**entries))
@@ -90,6 +91,25 @@ def test_things_stand_in_their_ranges_apart_from_each_other_and_exchanged():
         assert not sim.domain._check_success()
     assert len(orders) > 4
     sim.close()
+
+
+def test_on_the_other_side_everything_is_mirrored():
+    "The same draw with and without `sides`: y changes its sign, x does not, and the furniture faces the middle again."
+    plain,sides = (WideSim("libero_goal", BOWL, places="exchanged", **how, visuals="none") for how in ({}, dict(sides="mirrored")))
+    front = {True: [], False: []}                                     # y of the drawers seen from the cabinet
+    for trial in range(8):
+        sides.reset(trial)
+        other_side = bool(sides.placed["flat_stove_1"][1] < 0)
+        region = sides.data.site("wooden_cabinet_1_top_region").xpos[1]-sides.placed["wooden_cabinet_1"][1]
+        front[other_side].append(float(region))
+        for thing,(x,y) in sides.placed.items():
+            if thing not in sides.domain.objects_dict:
+                middle,half = next(v for k,v in sides.ranges.items() if k.startswith(thing))
+                assert (abs(np.array([x, -y if other_side else y])-middle) <= half+1e-9).all()
+    assert front[True] and front[False]
+    np.testing.assert_allclose(front[True][0], -front[False][0], atol=1e-6)
+    plain.reset(0); assert plain.placed["flat_stove_1"][1] > 0
+    for sim in (plain, sides): sim.close()
 
 
 def test_a_start_that_does_not_stand_still_is_drawn_again(monkeypatch):
