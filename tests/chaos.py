@@ -27,7 +27,7 @@ from clvla.train.config import TrainConfig, resolve
 from clvla.run.resume import fingerprint
 from clvla.run.folder import RunFolder
 
-SMALL = dict(suite=dict(base="mw5_narrow", num_tasks=2), n_demos=2, steps_per_task=30, n_trials=3, rows_per_task=1, warmup=1, batch_size=8,
+SMALL = dict(suite=dict(base="mw5_narrow", num_tasks=2), n_demos=2, steps_per_task=30, n_trials=3, rows_per_task=1, warmup=1, batch_size=8, threads=1,
              save_every=5, n_workers=2, image_size=32)
 ALGOS = {"er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": {}}
 MARK = "CLVLA_CHAOS_RUN"

@@ -412,7 +412,7 @@ def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot
     from clvla.train.config import TrainConfig, resolve
     from clvla.train.learner import train_cl
     from clvla.train.trainer import Trainer
-    def config(run_dir): return resolve(TrainConfig(algo=name, suite="dot_2", n_demos=3, steps_per_task=9, warmup=1, batch_size=8, n_trials=2, n_workers=1,
+    def config(run_dir): return resolve(TrainConfig(algo=name, suite="dot_2", n_demos=3, steps_per_task=9, warmup=1, batch_size=8, threads=1, n_trials=2, n_workers=1,
         image_size=32, chunk=4, save_every=4, model_kw=dict(D=32, n_blocks=1), run_dir=str(tmp_path/run_dir), data_dir=str(dot_data)))
     def episodes(folder): return {(r["stage"], r["task"], r["trial"]): (r["success"], r["steps"], r["reward"]) for r in folder.episodes()}
     whole = train_cl(config("whole"), say=len)

@@ -23,7 +23,7 @@ ce,SECOND = sys.modules["clvla.train.checkpoint_eval"],"001-right"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     home = tmp_path_factory.mktemp("trained")
-    return train_cl(resolve(TrainConfig(algo="er", suite="dot_2", n_demos=2, steps_per_task=2, warmup=1, batch_size=8, image_size=32,
+    return train_cl(resolve(TrainConfig(algo="er", suite="dot_2", n_demos=2, steps_per_task=2, warmup=1, batch_size=8, threads=1, image_size=32,
                                       evaluate="none", run_dir=str(home/"run"), data_dir=str(home/"data"))), say=len).path
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_the_runs_own_numbers_with_an_algorithm_that_changes_the_policy(tmp_path
     "Meta-World's rewards have every bit of the actions in them; films replay what was done."
     algos["turns"] = Turns
     try:
-        run = train_cl(resolve(TrainConfig(algo="turns", suite=dict(base="mw5_narrow", num_tasks=2, eval_env=dict(max_steps=24)), n_demos=2, steps_per_task=2, warmup=1, batch_size=8, image_size=32,
+        run = train_cl(resolve(TrainConfig(algo="turns", suite=dict(base="mw5_narrow", num_tasks=2, eval_env=dict(max_steps=24)), n_demos=2, steps_per_task=2, warmup=1, batch_size=8, threads=1, image_size=32,
                                          evaluate="full", n_trials=2, n_workers=2, videos=True, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))), say=len)
         own = bare(r for r in run.episodes() if r["stage"] >= 0)
         out = eval_cl(EvalConfig(run_dir=str(run.path), evaluate="full", n_trials=2, n_workers=1), len)

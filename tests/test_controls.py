@@ -36,7 +36,7 @@ job = sys.modules["clvla.train.learner"]
 WRIST = IMAGES+"wrist"
 TINY = dict(D=16, n_blocks=1)
 DOT = dict(base="dot_2", env=dict(cameras=["front", "wrist"]))   # one set of demonstrations for all tests
-SMALL = dict(suite=DOT, n_demos=2, steps_per_task=3, n_trials=2, rows_per_task=1, warmup=1, batch_size=8, n_workers=1, image_size=32,
+SMALL = dict(suite=DOT, n_demos=2, steps_per_task=3, n_trials=2, rows_per_task=1, warmup=1, batch_size=8, threads=1, n_workers=1, image_size=32,
              model_kw=TINY, device="cpu")
 BOTH = dict(blind=True, deaf=True)
 

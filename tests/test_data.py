@@ -57,7 +57,7 @@ def test_registered_streams(name):
 @pytest.mark.parametrize("name", [name for kind in ("metaworld", "libero") for name in kinds[kind].streams()])
 def test_prompts_and_limits_of_robots(name):
     prompts = {k: text for k,(_,text) in MT50.items()} | BUTTONS | {k: MT50[stock][1] for k,stock in HALFWAY.items()} | {libero_id(o): libero_prompt(o) for o in SUITE_OF}
-    for task in make_stream(name).tasks: assert task.prompt == prompts[task.id] and task.env["max_steps"] >= (120 if name.endswith("_eyes") else 150)
+    for task in make_stream(name).tasks: assert task.prompt == prompts[task.id] and task.env["max_steps"] >= (120 if name in ("mw5", "mw10") else 150)
 
 @pytest.mark.parametrize("order", [[0,1,2], [2,1,0], [1,2,0], ["faucet-open","handle-press","window-close"]])
 @pytest.mark.parametrize("cycles", [1,3])

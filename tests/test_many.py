@@ -22,7 +22,7 @@ from clvla.core.processes import descendants
 from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED
 
-SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, n_workers=2, image_size=32, suite="dot_2")
+SMALL = dict(n_demos=2, steps_per_task=6, n_trials=2, rows_per_task=1, warmup=1, batch_size=16, threads=1, n_workers=2, image_size=32, suite="dot_2")
 ROBOTS = dict(suite=dict(base="mw5_narrow", num_tasks=2, eval_env=dict(max_steps=40)))   # where simulators of weight matter
 ALGOS = {"sequential": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": dict(algo_kw=dict(n_batches=2, B=8))}
 

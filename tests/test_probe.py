@@ -19,7 +19,7 @@ from clvla.train.trainer import Trainer
 
 def test_a_run_with_a_probe_is_stopped_resumed_and_evaluated(tmp_path, monkeypatch):
     def config(name):
-        return resolve(TrainConfig(algo="er", suite=dict(base="dot_2", probes=["right"]), n_demos=2, steps_per_task=4, n_trials=2, batch_size=8,
+        return resolve(TrainConfig(algo="er", suite=dict(base="dot_2", probes=["right"]), n_demos=2, steps_per_task=4, n_trials=2, batch_size=8, threads=1,
                                    rows_per_task=1, n_workers=1, evaluate="full", curve_points=2, device="cpu", run_dir=str(tmp_path/name),
                                    data_dir=str(tmp_path/"data")))
     run = train_cl(config("run"), len)

@@ -10,7 +10,7 @@ from clvla.train.config import TrainConfig, resolve
 from clvla.train.learner import train_cl
 
 pytest.importorskip("deepspeed")
-SMALL = dict(suite="dot_2", n_demos=3, steps_per_task=8, warmup=1, batch_size=8, evaluate="none", n_workers=1, image_size=32, chunk=4,
+SMALL = dict(suite="dot_2", n_demos=3, steps_per_task=8, warmup=1, batch_size=8, threads=1, evaluate="none", n_workers=1, image_size=32, chunk=4,
              model_kw=dict(D=32, n_blocks=1))
 FIVE = dict(agem=dict(buffer_size=50, n_ref=8), derpp=dict(buffer_size=50), lwf={}, packnet={}, task_lora=dict(rank=4))
 # ZeRO-1 is ZeRO-2 without shards of gradients: DER++ and PackNet, which use outputs and masks, go through both

@@ -23,7 +23,7 @@ from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED, Stopped
 
-SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, n_workers=1, image_size=32,
+SMALL = dict(n_demos=2, steps_per_task=4, n_trials=1, rows_per_task=1, warmup=1, batch_size=8, threads=1, n_workers=1, image_size=32,
              suite="dot_2")
 job = sys.modules["clvla.train.learner"]
 

@@ -267,7 +267,7 @@ def test_smoke_page_shows_its_results(smoke):
     cells = nbformat.read(smoke/"page.ipynb", 4).cells
     kinds = [k for c in cells for o in c.get("outputs", []) for k in o.get("data", {})]
     assert kinds.count("application/vnd.plotly.v1+json") >= 5
-    assert (smoke/"run/report.html").stat().st_size > 1e6 and read_json(smoke/"run/matrix.json")["tasks"] == ["handle-press", "window-close"]
+    assert (smoke/"run/report.html").stat().st_size > 1e6 and read_json(smoke/"run/matrix.json")["tasks"] == ["press-left", "open-faucet"]
 
 
 def test_a_finished_run_is_shown_not_repeated(smoke, data):
@@ -288,7 +288,7 @@ def test_checkpoints_are_evaluated_afterwards(smoke):
     assert out.returncode == 0, out.stderr[-3000:]
     assert not (smoke/"nowhere").exists() and {p.name for p in home.iterdir()} <= {"checkpoints", "config.json", "stream.json", "evals"}
     records = RunFolder(home/"evals/lower-500+1-s0").episodes()
-    assert {(r["stage"], r["task"], r["trial"]) for r in records} == {(0, "handle-press", 500), (1, "handle-press", 500), (1, "window-close", 500)}
+    assert {(r["stage"], r["task"], r["trial"]) for r in records} == {(0, "press-left", 500), (1, "press-left", 500), (1, "open-faucet", 500)}
 
 
 def test_compare_page(data, tmp_path, done):

@@ -43,7 +43,8 @@ def losses_at(
     if not batch: return torch.zeros(0, device=ctx.device)
     kw = dict(noise=noise, time=time, reduction="none")
     with torch.no_grad(), ctx._engine.autocast():
-        return functional_call(ctx.policy, params, (batch,), kw)[0].float()
+        loss = functional_call(ctx.policy, params, (batch,), kw)[0] if params else ctx.policy(batch, **kw)[0]
+    return loss.float()
 
 def draw_noise(
     ctx:CLContext,
@@ -76,9 +77,11 @@ def adamw_step(
 )->Tensor:      # the parameter after the step; nothing is changed
     "One AdamW step, computed aside (eq. 1)."
     (b1,b2),lr = group["betas"],group["lr"]
-    m,v,t = (state["exp_avg"],state["exp_avg_sq"],float(state["step"])+1) if state else (0.,0.,1.)
-    m,v = b1*m + (1-b1)*g, b2*v + (1-b2)*g*g
-    return p*(1-lr*group["weight_decay"]) - lr*(m/(1-b1**t))/((v/(1-b2**t)).sqrt() + group["eps"])
+    t = float(state["step"])+1 if state else 1.
+    m = state["exp_avg"].lerp(g, 1-b1) if state else (1-b1)*g
+    v = (b2*state["exp_avg_sq"] if state else torch.zeros_like(g)).addcmul_(g, g, value=1-b2)
+    below = v.div_(1-b2**t).sqrt_().add_(group["eps"])   # in place: a pretended step is made for every scored update
+    return (p*(1-lr*group["weight_decay"])).addcdiv_(m, below, value=-lr/(1-b1**t))
 
 # %% ../../nbs/cl/02_probe.ipynb #0c14b559
 @patch

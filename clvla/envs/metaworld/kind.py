@@ -6,8 +6,9 @@
 __all__ = ['metaworld', 'metaworld_env', 'MetaWorld']
 
 # %% ../../../nbs/envs/metaworld/02_kind.ipynb #d86d6647
+import numpy as np
 from ..kind import Kind
-from .buttons import ButtonsEnv
+from .buttons import ROOM, ButtonsEnv
 from .env import MetaWorldEnv
 from .tasks import BUTTONS, STREAMS
 from .variations import VARIATIONS, VariedEnv, check_variation
@@ -32,6 +33,7 @@ class MetaWorld(Kind):
     def check_spec(self, spec, where="an environment"): return check_variation(super().check_spec(spec, where), where)
     def folder(self, spec):
         parts = [f"-{name}-{spec[name]}" for name in VARIATIONS if name in spec]
+        if spec["name"] in BUTTONS: parts += ["-room-{:.0f}x{:.0f}cm".format(*100*np.ptp(ROOM, axis=0)[:2])]
         return super().folder(spec)+"".join(parts)
 
 metaworld = MetaWorld()
