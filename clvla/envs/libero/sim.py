@@ -222,6 +222,7 @@ SETTLE,NOOP = 10,np.array([0, 0, 0, 0, 0, 0, -1.])
 
 class LiberoSim:
     "A LIBERO task: physics, starts, what the robot feels and its cameras see."
+    n_own = N_STATES   # trials below it begin at LIBERO's stored states
     def __init__(self,
         suite:str,            # as "libero_goal"
         name:str,             # of the task
@@ -253,6 +254,7 @@ class LiberoSim:
     def data(self): return self.domain.sim.data._data
     @property
     def goal(self)->list: return self.domain.parsed_problem["goal_state"]
+    def _start_seed(self, trial:int)->int: return seed_of("libero", self.suite, self.name, trial)%2**32
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #2c622e6f
 @patch
@@ -261,8 +263,8 @@ def reset(self:LiberoSim,
 ):
     "Begin a trial: the same start whatever happened before."
     if trial < 0: raise ValueError(f"a trial is a number from 0 on; found {trial}")
-    e,own = self.domain,trial < N_STATES
-    seed = 0 if own else seed_of("libero", self.suite, self.name, int(trial))%2**32
+    e,own = self.domain,trial < self.n_own
+    seed = 0 if own else self._start_seed(int(trial))
     if self.published:
         with seeded(seed): self._place(True)
     if not (self.published and own):
