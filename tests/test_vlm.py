@@ -389,13 +389,13 @@ def smaller(name):
     return type("Smaller", (policies[name],), dict(shape=shape))
 
 
-@pytest.mark.parametrize("name,steps", [("qwenoft-tiny", 400), ("qwengr00t-tiny", 400)])
-def test_it_goes_to_the_square_that_the_sentence_names(name, steps):
+@pytest.mark.parametrize("name,lr,steps", [("qwenoft-tiny", 3e-3, 400), ("qwengr00t-tiny", 2e-3, 350)])
+def test_it_goes_to_the_square_that_the_sentence_names(name, lr, steps):
     "Where the squares are is in the picture only, and which one is meant in the sentence only."
     torch.manual_seed(0)
     p = smaller(name)(SIZE, 2, 2, SQUARES_H)
-    rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(p.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 2e-3, total_steps=steps)
+    rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(p.parameters(), lr, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=steps)
     for _ in range(steps):
         loss_of(p, squares(32, rng)[0], noise)[0].backward()
         opt.step(), opt.zero_grad(), schedule.step()
