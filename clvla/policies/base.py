@@ -153,14 +153,14 @@ def check(cls:Policy,
 )->dict:     # all of its arguments, with the defaults of those that were not given
     "Raise ValueError for arguments that this policy cannot be built with; builds nothing."
     known,who = arguments_of(cls),cls.__name__
+    if cls.heads and "head" in config and config["head"] not in cls.heads:   # before what only other heads need
+        raise ValueError(f"policy {who} has no head {config['head']!r}{closest(config['head'], cls.heads)}")
     for k in config:
         if k not in known: raise ValueError(f"policy {who} has no argument {k!r}{closest(k, known)}")
     config = {k: p.default for k,p in known.items() if p.default is not p.empty} | config
     for k in ("H", "action_dim", "state_dim"):
         if k in config: check_count(who, k, config[k])
     if "image_size" in config: check_images(cls, config["image_size"], config.get("cameras"))
-    if cls.heads and config["head"] not in cls.heads:
-        raise ValueError(f"policy {who} has no head {config['head']!r}{closest(config['head'], cls.heads)}")
     return config
 
 # %% ../../nbs/policies/00_base.ipynb #f12549e7

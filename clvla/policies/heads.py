@@ -94,8 +94,10 @@ class FlowHead(nn.Module):
 
     def chunk_noise(self, generator=None)->Tensor: return torch.randn(self.H, self.A, generator=generator)
 
+    def read(self, ctx:Context)->Tensor: return ctx.pooled # what `velocity` needs, computed once a call
+
     def velocity(self, h:Tensor, x:Tensor, t:Tensor)->Tensor:
-        "Velocity (B,n,H,A) at points `x` (B,n,H,A) and times `t` (B,n), for contexts `h` (B,D)."
+        "Velocity (B,n,H,A) at points `x` (B,n,H,A) and times `t` (B,n); `h` (B,D) from `read`."
         w = t[...,None]*self.freq
         z = self.ctx(h)[:,None] + self.inp(torch.cat([x.flatten(2), w.sin(), w.cos()], -1))
         return self.net(z).float().view_as(x)
@@ -104,14 +106,14 @@ class FlowHead(nn.Module):
         "Squared error of the velocity per sample (eq. 2), and the predicted velocities."
         noise,time = check_noise(noise, time, action, ctx.pooled.device)
         x = time[...,None,None]*noise + (1-time)[...,None,None]*action[:,None]
-        pred = self.velocity(ctx.pooled, x, time)
+        pred = self.velocity(self.read(ctx), x, time)
         return masked_mean((pred-(noise-action[:,None]))**2, pad),dict(pred=pred)
 
     def sample(self, ctx:Context, noise:Tensor)->Tensor:
         "Carry noise (B,H,A) to chunks (B,H,A), or (B,n,H,A) to (B,n,H,A)."
         x = (noise if noise.ndim == 4 else noise[:,None]).to(ctx.pooled.device)
-        n = self.n_euler
-        for i in range(n): x = x - self.velocity(ctx.pooled, x, x.new_full(x.shape[:2], 1-i/n))/n
+        h,n = self.read(ctx),self.n_euler
+        for i in range(n): x = x - self.velocity(h, x, x.new_full(x.shape[:2], 1-i/n))/n
         return x if noise.ndim == 4 else x[:,0]
 
 # %% ../../nbs/policies/01_heads.ipynb #b1a51bc0

@@ -1,0 +1,422 @@
+"""The families on a stock Qwen2.5-VL: what every policy promises, equality with the stock processor and positions, the published size
+without its memory, adapters, and runs that go on after a crash."""
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from test_eyes import H as SQUARES_H, SIZE, batch as squares
+from test_policies import LONG, SHORT, WRIST, loss_of, make_batch
+from test_resume import Crash, config, crash_at
+from clvla.core import names
+from clvla.core.batch import cat, take, torch_rng
+from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
+from clvla.policies.all import build_policy, check_policy, head_for, load_policy, make_policy, policies
+from clvla.policies.base import Context, n_params, param_groups
+from clvla.policies.lora import add_lora, merge_lora
+from clvla.policies.vlm.qwen import (PATCHES, QWEN_TINY, SPACE, Chat, camera_keys, join_pairs, make_trunk, patches, picture_sides,
+    tiny_tokenizer, word_merges)
+from clvla.policies.vlm.qwengr00t import DiTHead
+from clvla.policies.vlm.qwenoft import OFTHead
+from clvla.policies.weights import save_base, save_policy
+from clvla.run.checkpoint import checkpoints
+from clvla.run.folder import RunFolder
+from clvla.run.resume import fingerprint
+from clvla.train.config import TrainConfig, resolve
+from clvla.train.learner import train_cl
+
+torch.set_num_threads(1)
+FAMILIES = {"qwenoft": "l1", "qwengr00t": "flow"}   # family -> its head
+TINY = [f"{name}-tiny" for name in FAMILIES]
+PICTURE = 3, 2   # tokens in a row of two pictures
+
+
+@pytest.fixture(params=TINY, scope="module")
+def policy(request): return make_policy(request.param, 32)
+
+
+def data(**kw): return make_batch(**kw) | {PROMPT: [(SHORT, LONG)[i%2] for i in range(kw.get("B", 5))]}
+def chunk(policy, obs, seed=1): return policy.predict_chunk(obs, generator=torch_rng(seed, "vlm"))
+def rows(x, i): return None if x is None else x[i]
+
+
+# --- the contract
+def test_shapes_losses_and_repeatability(policy):
+    b = data()
+    noise, time = policy.draw(5, torch_rng(0, "vlm"))
+    loss, out = policy(b, noise=noise, time=time)
+    each, _ = policy(b, noise=noise, time=time, reduction="none")
+    assert loss.ndim == 0 and loss.dtype == torch.float32 and out["pred"].shape[-2:] == (8, 4)
+    assert each.shape == (5,) and torch.allclose(each.mean(), loss)
+    assert torch.equal(each, policy(b, noise=noise, time=time, reduction="none")[0])
+    assert policy.needs_noise == (noise is not None) and chunk(policy, b).shape == (5, 8, 4)
+    assert torch.equal(chunk(policy, b), chunk(policy, b))
+
+
+def test_gradient_reaches_every_trained_leaf(policy):
+    p = deepcopy(policy)
+    loss_of(p, data(), torch_rng(0, "vlm"))[0].backward()
+    assert [k for k, q in p.named_parameters() if q.grad is None or not q.grad.any()] == []
+
+
+def test_a_sample_alone_equals_the_sample_in_a_padded_batch(policy):
+    b = data()
+    noise, time = policy.draw(5, torch_rng(0, "vlm"))
+    each, _ = policy(b, noise=noise, time=time, reduction="none")
+    full = policy.encode(b)
+    for i in (0, 1, 4):
+        one = take(b, [i])
+        assert torch.allclose(policy(one, noise=rows(noise, [i]), time=rows(time, [i]), reduction="none")[0][0], each[i], atol=1e-5)
+        seen = policy.encode(one)
+        n = policy.prompt_length(b[PROMPT][i])
+        for name, part in full.spans.items():
+            there, here = full.tokens[i, part], seen.tokens[0, seen.spans[name]]
+            assert torch.allclose(here[:n] if name == "words" else here, there[:n] if name == "words" else there, atol=1e-5), name
+    assert torch.allclose(chunk(policy, b)[0], chunk(policy, take(b, [0]))[0], atol=1e-5)
+
+
+def test_padding_is_never_looked_at(policy):
+    "Whatever stands in the padded places."
+    b = data(B=2)
+    before, pad, table = chunk(policy, b), policy.chat.pad, policy.vlm.get_input_embeddings().weight
+    kept = table[pad].clone()
+    with torch.no_grad(): table[pad] = 50.
+    try: after = chunk(policy, b)
+    finally:
+        with torch.no_grad(): table[pad] = kept
+    assert torch.allclose(before, after, atol=1e-5)
+
+
+def test_spans_tile_the_row_and_only_words_are_padded(policy):
+    seen = policy.encode(data())
+    assert [i for s in seen.spans.values() for i in range(s.start, s.stop)] == list(range(seen.tokens.shape[1]))
+    words = seen.mask[:, seen.spans["words"]]
+    assert words.sum(1).tolist() == [policy.prompt_length(p) for p in data()[PROMPT]]
+    assert (~seen.mask).sum() == (~words).sum() > 0 and seen.pooled.shape == (5, 96)
+    assert {"state", "words", "image.front"} <= seen.spans.keys()
+    assert torch.equal(policy.encode(data(), tokens=True).pooled, seen.pooled)
+
+
+@pytest.mark.parametrize("what", ["words", "state", "picture"])
+def test_every_input_reaches_the_chunk(policy, what):
+    b = data()
+    other = b | {"words": {PROMPT: ["close a drawer"]*5}, "state": {STATE: b[STATE]+1}, "picture": {IMAGE: 255-b[IMAGE]}}[what]
+    assert (chunk(policy, b)-chunk(policy, other)).abs().amax((1, 2)).min() > 1e-4
+
+
+def test_padded_steps_do_not_count(policy):
+    b = data()
+    noise, time = policy.draw(5, torch_rng(0, "vlm"))
+    far = b | {ACTION: b[ACTION].clone()}
+    far[ACTION][-1, 3:] = 7.
+    a, c = [policy(x, noise=noise, time=time, reduction="none")[0] for x in (b, far)]
+    assert torch.equal(a[:4], c[:4]) and torch.allclose(a[4], c[4]) == (noise is None)   # a flow head sees padded steps
+
+
+def test_bf16_autocast_is_finite(policy):
+    p = deepcopy(policy)
+    with torch.autocast("cpu", torch.bfloat16): loss, actions = loss_of(p, data())[0], chunk(p, data())
+    loss.backward()
+    assert loss.isfinite() and loss.dtype == actions.dtype == torch.float32
+    assert all(q.grad.isfinite().all() for q in p.parameters())
+
+
+def test_several_chunks_of_one_encoding():
+    p, b, g = make_policy("qwengr00t-tiny", 32), data(B=3), torch_rng(0, "chunks")
+    noise = torch.randn(3, 5, 8, 4, generator=g)
+    each = torch.stack([p.predict_chunk(b, noise=noise[:, k]) for k in range(5)], 1)
+    assert torch.allclose(p.predict_chunk(b, n=5, noise=noise), each, atol=1e-5)
+    with pytest.raises(ValueError, match="one answer"): make_policy("qwenoft-tiny", 32).predict_chunk(b, n=2)
+
+
+@pytest.mark.parametrize("change,match", [
+    (lambda b: b | {IMAGE: torch.zeros(5, 3, 48, 48, dtype=torch.uint8)}, r"\(B,3,32,32\)"), (lambda b: b | {IMAGE: b[IMAGE].float()}, "uint8"),
+    (lambda b: b | {STATE: torch.zeros(5, 39)}, r"built for \(B,4\)"), (lambda b: b | {ACTION: torch.zeros(5, 8, 7)}, r"built for \(B,8,4\)"),
+    (lambda b: {k: v for k, v in b.items() if k != IMAGE}, "lacks"), (lambda b: b | {PROMPT: ["a <|image_pad|>"]*5}, "a mark of the chat")],
+    ids=["image size", "image type", "state size", "action size", "no image", "a mark"])
+def test_a_batch_that_does_not_fit_is_named(policy, change, match):
+    with pytest.raises(ValueError, match=match): policy(change(data()), **dict(zip(("noise", "time"), policy.draw(5))))
+
+
+def test_weights_are_a_function_of_the_seed():
+    torch.manual_seed(1); a, x = make_policy("qwenoft-tiny", 32, seed=2), torch.rand(3)
+    torch.manual_seed(1); y, b = torch.rand(3), make_policy("qwenoft-tiny", 32, seed=2)
+    assert torch.equal(x, y) and all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+    assert not torch.equal(a.queries, make_policy("qwenoft-tiny", 32, seed=3).queries)
+
+
+def test_two_cameras_of_different_sizes(policy):
+    "Each sample's pictures are put together before the next one's."
+    p = make_policy(next(k for k in TINY if type(policy) is policies[k]), {IMAGE: 48, WRIST: 32})
+    b = make_batch(3, 48) | {WRIST: make_batch(3, 32, seed=1)[IMAGE]}
+    assert camera_keys({IMAGE: 48, WRIST: 32}) == [IMAGE, WRIST] and picture_sides(QWEN_TINY, p.pixels) == dict(front=3, wrist=2)
+    sizes = {k: s.stop-s.start for k, s in p.encode(b).spans.items() if k.startswith("image")}
+    assert sizes == {"image.front": 9, "image.wrist": 4}
+    assert torch.allclose(chunk(p, take(b, [0]))[0], chunk(p, b)[0], atol=1e-5)
+    other = b | {WRIST: b[WRIST].clone()}
+    other[WRIST][1] = 0
+    moved = (chunk(p, b)-chunk(p, other)).abs().amax((1, 2))
+    assert moved[1] > 1e-4 and moved[[0, 2]].max() < 1e-5
+
+
+# --- equal to the stock model
+def test_positions_are_those_of_get_rope_index():
+    trunk, chat = make_trunk(QWEN_TINY), Chat(tiny_tokenizer(), dict(front=3, wrist=2), n_own=9)
+    ids, mask, places = chat.rows([SHORT, LONG, "", "go"])
+    grid = torch.tensor([[1, 2*n, 2*n] for n in PICTURE]*4)
+    assert torch.equal(places, trunk.get_rope_index(ids, (ids == 5).int(), image_grid_thw=grid, attention_mask=mask)[0])
+
+
+def test_patches_are_those_of_the_stock_image_processor():
+    from transformers import Qwen2VLImageProcessor
+    for size, p in ((48, 8), (224, 14)):
+        images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8, generator=torch_rng(0, "images"))
+        stock = Qwen2VLImageProcessor(patch_size=p, min_pixels=4*p*p)(list(images), return_tensors="pt")
+        x = patches(images, p, 2).unsqueeze(3).expand(-1, -1, -1, 2, -1, -1).flatten(2).flatten(0, 1)
+        assert torch.allclose(x, stock["pixel_values"], atol=1e-5) and stock["image_grid_thw"].tolist() == [[1, size//p, size//p]]*2
+
+
+def test_the_turn_has_the_rows_of_the_stock_model_with_left_padding(policy):
+    "Stock template, tokenizer, image processor, padding and positions: the same rows up to the state."
+    from transformers import Qwen2VLImageProcessor
+    b, tokenizer = data(B=2), tiny_tokenizer()
+    pictures = Qwen2VLImageProcessor(patch_size=8, min_pixels=256)(list(b[IMAGE]), return_tensors="pt")
+    turn = lambda text: [dict(role="user", content=[dict(type="image"), dict(type="text", text=text)])]
+    texts = [tokenizer.apply_chat_template(turn(t), tokenize=False, add_generation_prompt=True) for t in b[PROMPT]]
+    texts = [t.replace("<|image_pad|>", "<|image_pad|>"*4) for t in texts]
+    said = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False)
+    stock = policy.vlm(**said, **pictures, mm_token_type_ids=(said["input_ids"] == 5).int(), use_cache=False).last_hidden_state
+    seen = policy.encode(b)
+    for i in range(2):
+        there, here = stock[i, said["attention_mask"][i].bool()], seen.tokens[i, seen.mask[i]]
+        assert torch.allclose(here[:len(there)], there, atol=1e-5)
+        assert len(here) == len(there)+policy.chat.n_own
+
+
+def test_each_instruction_is_tokenised_once(monkeypatch):
+    p, said = make_policy("qwenoft-tiny", 32), []
+    real = p.chat.encode
+    monkeypatch.setattr(p.chat, "encode", lambda text: said.append(text) or real(text))
+    for _ in range(3): chunk(p, data())
+    assert said == [SHORT, LONG] and deepcopy(p).chat is p.chat
+
+
+def test_prepared_batches_give_the_same_to_the_bit(policy):
+    b = policy.prepare(data())
+    assert b[PATCHES+IMAGE].shape == (5, 16, 3, 8, 8) and torch.equal(chunk(policy, b), chunk(policy, data()))
+    mixed = take(cat(take(b, [3, 4]), take(b, [0])), [2, 0, 1])   # as replay puts batches together
+    assert torch.equal(chunk(policy, mixed), chunk(policy, take(data(), [0, 3, 4])))
+
+
+def test_any_text_is_tokenised_and_no_word_is_lost():
+    t = tiny_tokenizer()
+    for text in ("open the drawer", "Ouvre le tiroir \u00e0 gauche!", "\u6253\u5f00\u62bd\u5c49 42", "a\n\tb"): assert t.decode(t.encode(text)) == text
+    merges = word_merges(["to", "top", "stop"])
+    assert [join_pairs(list(w), merges) for w in ("stop", "tops", "Xtop", SPACE+"top")] == [["stop"], ["top", "s"], ["X", "top"], [SPACE+"top"]]
+    assert len(t) <= QWEN_TINY.text["vocab_size"] and t.convert_tokens_to_ids("<|image_pad|>") == QWEN_TINY.marks["image_token_id"]
+
+
+# --- the published size
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_published_size_has_the_published_number_of_parameters(name):
+    with torch.device("meta"): p = policies[name]()
+    assert (n_params(p.vlm), len(list(p.vlm.parameters()))) == (3_754_622_976, 824)
+    assert n_params(p.head) == dict(qwenoft=42_012_679, qwengr00t=153_609_735)[name]
+    assert not any("lm_head" in k for k, _ in p.named_modules()) and p.pretrained() == ["vlm."] and p.lr_of(1e-4) == {"vlm": 1e-5}
+    shapes = {k: tuple(q.shape) for k, q in p.vlm.named_parameters()}
+    assert shapes["language_model.embed_tokens.weight"] == (151936, 2048) and shapes["visual.patch_embed.proj.weight"] == (1280, 3, 2, 14, 14)
+    assert shapes["visual.merger.mlp.2.weight"] == (2048, 5120) and shapes["language_model.layers.35.self_attn.k_proj.weight"] == (256, 2048)
+    with torch.device("meta"): assert policies[name].largest_rank() == max(min(p.get_submodule(n).weight.shape) for n in p.lora_targets())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_published_size_is_refused_until_its_weights_can_be_read(name):
+    with pytest.raises(ValueError, match="cannot read published weights.*add -tiny"): make_policy(name, 224)
+    with pytest.raises(ValueError, match="takes 56, 84"): make_policy(name, 48)
+
+
+# --- refused at the door
+class Run(SimpleNamespace):
+    def __init__(self, **kw):
+        given = dict(model="qwenoft-tiny", image_size=32, chunk=8, seed=0, lora_rank=0, lora_alpha=16., init_from="", model_kw={}) | kw
+        super().__init__(**(dict(head=FAMILIES[given["model"].removesuffix("-tiny")]) | given))
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("kw,match", [
+    (dict(image_size=50), "takes 32, 48"), (dict(head="discrete"), "no head 'discrete'"), (dict(model_kw=dict(D=96)), "no argument 'D'"),
+    (dict(lora_rank=300), "at most 256"),
+    (dict(model_kw=dict(cameras=["front"])), "begin with"),
+    (dict(model_kw=dict(cameras=[IMAGE, WRIST]), image_size=224), "")], ids=str)
+def test_settings_are_refused_without_building(name, kw, match, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.nn.Parameter, "__new__", lambda *a, **k: made.append(1))
+    if not match: check_policy(Run(model=name, **kw))
+    else:
+        with pytest.raises(ValueError, match=match): check_policy(Run(model=name, **kw))
+    assert not made
+
+
+def test_wrong_heads_and_settings_are_named():
+    for name, kw, match in [("qwenoft-tiny", dict(head="flow"), "no head 'flow'"), ("qwenoft-tiny", dict(H=500), "the model reads 512"),
+                            ("qwengr00t-tiny", dict(head="l1"), "no head 'l1'"),
+                            ("qwengr00t-tiny", dict(repeats=0), "repeats is 0"), ("qwengr00t-tiny", dict(euler_steps="4"), "euler_steps is '4'")]:
+        with pytest.raises(ValueError, match=match): policies[name].check(**kw)
+    three = {IMAGE: 224, WRIST: 224, WRIST+"2": 224}
+    with pytest.raises(ValueError, match="3 pictures take 588 tokens.*the model reads 512"): policies["qwenoft-tiny"].check(image_size=three)
+
+
+def test_an_instruction_longer_than_the_context_is_refused(policy):
+    policy.check_prompts([SHORT, "go "*200])
+    with pytest.raises(ValueError, match="takes 901 positions.*shorten it"): policy.check_prompts(["go "*900])
+
+
+def test_a_run_that_names_no_head_gets_the_familys():
+    head = lambda **kw: resolve(TrainConfig(suite="dot_2", **kw)).head
+    assert [head(model=m) for m in ("tiny", *TINY)] == ["flow", "l1", "flow"] and head(model="tiny", head="l1") == "l1"
+    assert head_for("qwenoft-tiny", "discrete") == "discrete"   # and is refused, instead of predicting numbers
+    assert make_policy("qwenoft-tiny", 32).config["head"] == "l1" and make_policy("tiny", 32).config["head"] == "flow"
+
+
+def test_a_missing_extra_names_the_command(monkeypatch):
+    real = names.importlib.util.find_spec
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name))
+    with pytest.raises(ImportError, match=r"pip install 'clvla\[vlm\]'"): policies["qwenoft-tiny"].check()
+
+
+def test_storing_in_a_fresh_process_and_importing_nothing_early(tmp_path):
+    "The families' modules load transformers when a trunk is built, not before."
+    for name in TINY: save_policy(make_policy(name, 32, seed=4), name, tmp_path/name)
+    code = f"""import sys; sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})
+import json, clvla.train.learner, clvla.policies.vlm.qwenoft, clvla.policies.vlm.qwengr00t
+from clvla.policies.all import policies
+[policies[name].check(image_size=32) for name in {TINY!r}]
+assert "transformers" not in sys.modules
+from clvla.policies.all import load_policy
+from clvla.core.batch import torch_rng
+from test_policies import make_batch
+both = [load_policy(p) for p in {[str(tmp_path/name) for name in TINY]!r}]
+print(json.dumps([p.predict_chunk(make_batch(2), generator=torch_rng(1, "vlm")).tolist() for p in both]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, there in zip(TINY, json.loads(done.stdout)):
+        assert torch.equal(torch.tensor(there), chunk(load_policy(tmp_path/name), make_batch(2)))
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path):
+    from clvla.policies.weights import load_weights
+    folder = save_policy(make_policy("qwenoft-tiny", 32), "qwenoft-tiny", tmp_path)
+    with pytest.raises(ValueError, match="does not fit this policy .*missing head.pos"): load_weights(make_policy("qwengr00t-tiny", 32), folder)
+
+
+# --- adapters and rates
+@pytest.mark.parametrize("name", TINY)
+def test_adapters_train_the_rest_stays_to_the_bit_and_merging_changes_no_chunk(name, tmp_path):
+    p = build_policy(Run(model=name, lora_rank=2), 4, 4)
+    frozen = {k: q.detach().clone() for k, q in p.named_parameters() if not q.requires_grad}
+    assert {k.split(".")[1] for k in frozen if k.startswith("vlm")} == {"visual", "language_model"}
+    assert p.queries is None or p.queries.requires_grad
+    save_base(p, tmp_path/"weights")
+    opt = torch.optim.AdamW(param_groups(p, 1e-2, .1))
+    for i in range(2):
+        loss_of(p, data(), torch_rng(i, "vlm"))[0].backward()
+        opt.step(), opt.zero_grad()
+    now = dict(p.named_parameters())
+    assert frozen and all(torch.equal(v, now[k]) for k, v in frozen.items())
+    assert torch.allclose(chunk(merge_lora(p), data()), chunk(p, data()), atol=1e-4)
+    back = load_policy(save_policy(p, name, tmp_path/"checkpoints"/"000"))
+    assert torch.equal(chunk(back, data()), chunk(p, data()))
+    assert policies[name].largest_rank(image_size=32) == 256
+    with pytest.raises(ValueError, match="at most 256"): add_lora(make_policy(name, 32), 257)
+
+
+def test_rates_of_parts(policy):
+    groups = param_groups(policy, 1e-3, lr_of={"vlm.visual": 1e-5, "head": 1e-4})
+    assert {g["name"].split("/")[0]: g["lr"] for g in groups} == {"all": 1e-3, "vlm.visual": 1e-5, "head": 1e-4} and policy.lr_of(1e-3) == {}
+    assert sum(q.numel() for g in groups for q in g["params"]) == n_params(policy)
+    with pytest.raises(ValueError, match="no parameter begins with 'vlm.visul'"): param_groups(policy, 1e-3, lr_of={"vlm.visul": 1e-5})
+
+
+# --- heads
+def known(B=5, L=7, D=16):
+    g = torch_rng(0, "rows")
+    return Context(pooled=torch.zeros(B, D), tokens=torch.randn(B, L, D, generator=g), mask=torch.arange(L).expand(B, -1) < 5,
+                   spans=dict(queries=slice(2, 5)))
+
+
+def test_the_transformer_head_masks_padding_and_keeps_draws_apart():
+    g, head = torch_rng(0, "dit"), DiTHead(16, 8, 4, W=32, n_blocks=4, n_heads=4, n_future=3, n_freq=8, out=32)
+    assert [b.cross for b in head.blocks] == [True, False, True, False]
+    ctx, x, t = known(), torch.randn(5, 3, 8, 4, generator=g), torch.rand(5, 3, generator=g)
+    far = replace(ctx, tokens=ctx.tokens.clone())
+    far.tokens[:, 5:] = 99.
+    v = head.velocity(head.read(ctx), x, t)
+    assert torch.allclose(v, head.velocity(head.read(far), x, t), atol=1e-5)
+    for k in range(3): assert torch.allclose(v[:, k:k+1], head.velocity(head.read(ctx), x[:, k:k+1], t[:, k:k+1]), atol=1e-5)
+    assert (v[:, 0]-head.velocity(head.read(ctx), x[:, :1], t[:, 1:2])[:, 0]).abs().max() > 1e-5   # the time matters
+
+
+def test_the_exact_velocity_has_no_loss_and_its_steps_land_on_the_data():
+    class Exact(DiTHead):
+        def read(self, ctx): return ctx.pooled
+        def velocity(self, h, x, t): return (x-h.view(-1, 1, 8, 4))/t[..., None, None]
+    g, head = torch_rng(0, "exact"), Exact(32, 8, 4, W=16, n_blocks=1, n_heads=2, out=16)
+    action = torch.randn(6, 8, 4, generator=g)
+    ctx = Context(pooled=action.flatten(1))
+    assert head.loss(ctx, action, torch.zeros(6, 8, dtype=torch.bool), *head.draw(6, g))[0].max() < 1e-6
+    assert torch.allclose(head.sample(ctx, torch.randn(6, 8, 4, generator=g)), action, atol=1e-5)
+
+
+def test_the_regression_reads_each_query_by_itself():
+    head, ctx = OFTHead(16, 3, 4), known()
+    other = replace(ctx, tokens=ctx.tokens.clone())
+    other.tokens[:, [0, 1, 4, 5, 6]] = 0
+    moved = (head.sample(ctx)-head.sample(other)).abs().amax((0, 2))
+    assert moved[:2].max() == 0 and moved[2] > 1e-3
+
+
+# --- it sees and hears
+def smaller(name):
+    "The family at a size at which the squares take seconds."
+    shape = replace(QWEN_TINY, vision=QWEN_TINY.vision | dict(depth=1, fullatt_block_indexes=[0]))
+    return type("Smaller", (policies[name],), dict(shape=shape))
+
+
+@pytest.mark.parametrize("name,lr,steps", [("qwenoft-tiny", 3e-3, 400), ("qwengr00t-tiny", 2e-3, 350)])
+def test_it_goes_to_the_square_that_the_sentence_names(name, lr, steps):
+    "Where the squares are is in the picture only, and which one is meant in the sentence only."
+    torch.manual_seed(0)
+    p = smaller(name)(SIZE, 2, 2, SQUARES_H)
+    rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(p.parameters(), lr, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=steps)
+    for _ in range(steps):
+        loss_of(p, squares(32, rng)[0], noise)[0].backward()
+        opt.step(), opt.zero_grad(), schedule.step()
+    made, named, other = squares(200, np.random.default_rng(1))
+    far = lambda to: float(np.abs(chunk(p.eval(), made)[:, 0].numpy()-to).mean())
+    assert far(named) < .3 and far(other) > 2*far(named), (far(named), far(other))
+
+
+# --- runs
+@pytest.mark.parametrize("name,kw", [
+    ("qwenoft-tiny", dict(lora_rank=4, prefetch=1)),
+    ("qwengr00t-tiny", dict(blind=True, deaf=True, evaluate="none"))])
+def test_a_run_that_crashed_goes_on_as_if_it_had_not(name, kw, shared_data, tmp_path, monkeypatch):
+    "MIR on two small tasks: with adapters, batches ahead and evaluation, and as a blind and deaf control."
+    kw = dict(model=name, algo="mir", algo_kw=dict(refresh=2, candidates=8), steps_per_task=3, threads=1, **kw)
+    whole = train_cl(config(shared_data, tmp_path/"whole", **kw), say=len)
+    assert len(whole.episodes()) == (0 if "evaluate" in kw else 3) and load_policy(checkpoints(whole.path/"checkpoints")[-1]).config["H"] == 8
+    cfg = config(shared_data, tmp_path/"run", save_every=2, **kw)
+    with monkeypatch.context() as m:
+        crash_at(m, 1, 3)
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    assert RunFolder(cfg.run_dir).status == "interrupted"
+    train_cl(cfg, say=len)
+    assert fingerprint(cfg.run_dir) == fingerprint(whole.path)
