@@ -9,7 +9,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 LONG = ("test_notebooks", "test_many", "test_libero_env", "test_resume", "test_run", "test_ranks", "test_player", "test_demos_faults",
         "test_pool", "test_launch", "test_plugins", "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door",
-        "test_libero_assets", "test_checkpoint", "test_gym", "test_cl")
+        "test_libero_assets", "test_vlm", "test_libero_wide", "test_eyes", "test_checkpoint", "test_gym", "test_cl")
 
 
 @pytest.fixture(scope="session")
