@@ -1,4 +1,4 @@
-"A-GEM, DER++, LwF, PackNet and task adapters: limit cases bit for bit, penalties of equal networks, weights that nothing may move, exact resume."
+"The family of algorithms beside ER, MIR and EWC: limit cases bit for bit, penalties of equal networks, weights that nothing may move, exact resume."
 from copy import deepcopy
 import pytest, torch
 from clvla.core.batch import rng_state, set_rng_state, take, torch_rng
@@ -11,9 +11,13 @@ from clvla.cl.base import CLContext, Process, call_hook, flat, prepare_stages
 from clvla.cl.derpp import DERpp, output_error
 from clvla.cl.engine import cl_step
 from clvla.cl.er import ER
+from clvla.cl.from_scratch import FromScratch
+from clvla.cl.l2 import L2
 from clvla.cl.lwf import LwF, weights_of
+from clvla.cl.mas import MAS
 from clvla.cl.packnet import PackNet, largest, matrices
 from clvla.cl.quick import QuickLoader, quick_engine, quick_loop, quick_losses, quick_prepare, quick_run, quick_stream
+from clvla.cl.si import SI
 from clvla.cl.sequential import Sequential
 from clvla.cl.task_lora import Adapted, TaskLoRA, add_adapters
 from clvla.policies.all import make_policy
@@ -21,7 +25,8 @@ from clvla.policies.ema import EMA
 
 torch.set_num_threads(1)
 STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
-FIVE = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, packnet={}, task_lora=dict(rank=4))
+FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
+              mas=dict(n_batches=1), from_scratch={})
 
 
 def start(algo, loop, t, steps):
@@ -54,7 +59,7 @@ class Agreeing(AGEM):
     def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
 
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: LwF(0.), lambda: LwF(0., "current"), Agreeing,
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: LwF(0.), lambda: LwF(0., "current"), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1),
                                   lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
 def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
     assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
@@ -64,7 +69,7 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     plain = quick_run(Sequential(), ONE, head, steps=12)
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
-@pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, PackNet, lambda: TaskLoRA(4)])
+@pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
 
@@ -317,13 +322,13 @@ def test_only_the_trunk_needs_no_set_and_each_task_begins_at_the_trunk():
 
 # --- state
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", FAMILY)
 def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
     def finish(algo, loop, steps):
         for _ in range(steps): cl_step(algo, loop, 32)
         call_hook(algo, "on_task_end", loop.ctx)
         run(algo, loop, 2)
-        return weights(loop.ctx.policy),quick_losses(loop, algo),flat([torch.as_tensor(x, dtype=torch.float64) for x in algo.metrics().values()])
+        return weights(loop.ctx.policy),quick_losses(loop, algo),torch.tensor([*algo.metrics().values()], dtype=torch.float64)
 
     def before(algo, loop):
         run(algo, loop, 0)
@@ -331,7 +336,7 @@ def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
         call_hook(algo, "on_task_start", loop.ctx)
         for _ in range(9): cl_step(algo, loop, 32)
 
-    algo,loop = make_algo(name, 3, **FIVE[name]),quick_loop(STREAM, head)
+    algo,loop = make_algo(name, 3, **FAMILY[name]),quick_loop(STREAM, head)
     before(algo, loop)
     ctx = loop.ctx
     save_state(tmp_path/"s", dict(policy=weights(ctx.policy), opt=loop.engine.state_dict(ctx.params()), algo=algo.state_dict(),
@@ -339,7 +344,7 @@ def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
     expected = finish(algo, loop, 3)
 
     state = load_state(tmp_path/"s")
-    algo,loop = make_algo(name, 3, **FIVE[name]),quick_loop(STREAM, head)
+    algo,loop = make_algo(name, 3, **FAMILY[name]),quick_loop(STREAM, head)
     ctx = loop.ctx
     prepare_stages(algo, ctx.policy, 1, STREAM)
     ctx.policy.load_state_dict(state["policy"])
@@ -356,11 +361,11 @@ def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
 
 @pytest.mark.parametrize("name", ["packnet", "task_lora"])
 def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_path):
-    algo,loop = make_algo(name, **FIVE[name]),quick_loop(STREAM)
+    algo,loop = make_algo(name, **FAMILY[name]),quick_loop(STREAM)
     for t in range(2): run(algo, loop, t)
     own = quick_losses(loop, algo)
     save_state(tmp_path/"s", dict(policy=weights(loop.ctx.policy), algo=algo.state_dict()))
-    state,other,fresh = load_state(tmp_path/"s"),make_algo(name, **FIVE[name]),quick_loop(STREAM)
+    state,other,fresh = load_state(tmp_path/"s"),make_algo(name, **FAMILY[name]),quick_loop(STREAM)
     prepare_stages(other, fresh.ctx.policy, 1, STREAM)
     fresh.ctx.policy.load_state_dict(state["policy"])
     other.load_state_dict(state["algo"])
@@ -371,7 +376,8 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
 @pytest.mark.parametrize("name,settings,message", [("agem", dict(n_ref=0), "n_ref"), ("derpp", dict(alpha=-1), "alpha"),
     ("derpp", dict(n_mem=0), "n_mem"), ("lwf", dict(lam=float("inf")), "lam"), ("lwf", dict(prompts="all"), "prompts"),
     ("packnet", dict(share=0), "share"), ("packnet", dict(retrain=2), "retrain"), ("task_lora", dict(rank=0), "rank"),
-    ("task_lora", dict(alpha=0), "alpha"), ("task_lora", dict(trunk="none"), "trunk")])
+    ("task_lora", dict(alpha=0), "alpha"), ("task_lora", dict(trunk="none"), "trunk"), ("l2", dict(lam=-1), "lam"), ("si", dict(c=-1), "c must"),
+    ("si", dict(xi=0), "xi"), ("si", dict(cap=0), "cap"), ("mas", dict(alpha=2), "alpha"), ("mas", dict(form="sum"), "form"), ("mas", dict(n_batches=0), "n_batches")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
 
@@ -396,15 +402,15 @@ def test_the_average_begins_anew_when_packnet_prunes(share):
         free.append(sum(float(average.shadow[n][o == 0].abs().sum()) for n,o in packnet.owner.items()))
     assert average.s == 5 and free[6] > 0 and free[7:] == [0.]*5    # pruned after the eighth of twelve updates
 
-@pytest.mark.parametrize("name", FIVE)
-def test_five_on_the_menu_forget_less_than_fine_tuning(name):
+@pytest.mark.parametrize("name", [n for n in FAMILY if n != "from_scratch"])
+def test_the_family_forgets_less_than_fine_tuning(name):
     plain,algo = (quick_run(a, STREAM, steps=40) for a in (Sequential(), make_algo(name)))
     assert algo[2, 0] < plain[2, 0] and name in algos
 
 @pytest.fixture(scope="module")
 def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si"])
 def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
     "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
     from clvla.run.folder import RunFolder
@@ -417,7 +423,8 @@ def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot
     def episodes(folder): return {(r["stage"], r["task"], r["trial"]): (r["success"], r["steps"], r["reward"]) for r in folder.episodes()}
     whole = train_cl(config("whole"), say=len)
     own = episodes(RunFolder(whole.path))
-    assert len(own) == 6 and all(own[0, i, n] == own[1, i, n] for _,i,n in own if (0, i, n) in own)
+    assert len(own) == 6
+    if name in ("packnet", "task_lora"): assert all(own[0, i, n] == own[1, i, n] for _,i,n in own if (0, i, n) in own)
     real = Trainer.report
     def lost(self, ctx, *args):
         real(self, ctx, *args)

@@ -1,0 +1,144 @@
+"Numbers that avalanche-lib 0.6.0 gives on scikit-learn's digits 0 and 1 (digits01.npz: its training split), and each method's own promises."
+from pathlib import Path
+import numpy as np, pytest, torch
+from torch import nn
+from clvla.cl.all import make_algo
+from clvla.cl.base import CLContext, call_hook, flat, unflat
+from clvla.cl.engine import Engine, Loop, cl_step
+from clvla.cl.ewc import fisher
+from clvla.cl.from_scratch import FromScratch
+from clvla.cl.l2 import L2
+from clvla.cl.mas import MAS, sensitivity
+from clvla.cl.quick import quick_loop, quick_stream, quick_task
+from clvla.cl.si import SI, per_distance
+from clvla.core.batch import take
+from clvla.policies.ema import EMA
+
+torch.set_num_threads(1)
+STREAM = quick_stream(0)
+DIGITS = np.load(Path(__file__).parent/"digits01.npz")
+DIGITS = dict(x=torch.tensor(DIGITS["x"]/16, dtype=torch.float32), y=torch.tensor(DIGITS["y"].astype("int64")))
+
+
+class Digits(nn.Module):
+    "A classifier as a policy: weights from RandomState(0), cross-entropy, logits as its answer."
+    def __init__(self):
+        super().__init__()
+        self.net,rng = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10)),np.random.RandomState(0)
+        for p in self.parameters(): p.data = torch.tensor((rng.standard_normal(tuple(p.shape))*.2).astype("float32"))
+    def draw(self, B, generator): return None, None
+    def forward(self, batch, *, noise=None, time=None, reduction="mean"):
+        logits = self.net(batch["x"])
+        return nn.functional.cross_entropy(logits, batch["y"], reduction=reduction), {"pred": logits}
+
+def digits(B): return [take(DIGITS, range(k, min(k+B, 251))) for k in range(0, 251, B)]
+def first_layer(ctx, vec): return unflat(vec, ctx.params().values())[0]
+def close(x, golden, rel=1e-4): assert abs(float(x)-golden) <= rel*abs(golden), (float(x), golden)
+
+@pytest.mark.parametrize("B,total,norm", [(1, .966038, .0800809), (8, .418315, .0406502), (32, .358759, .0367683)])
+def test_fisher_of_batches_is_avalanches(B, total, norm):
+    ctx = CLContext(policy=Digits())
+    F = fisher(ctx, digits(B), "batch")
+    close(first_layer(ctx, F).sum(), total), close(first_layer(ctx, F).norm(), norm)
+    if B == 1: assert torch.allclose(F, fisher(ctx, digits(32), "sample"), rtol=1e-4, atol=1e-9)   # the form that does not depend on B
+    if B == 32:
+        last = unflat(F, ctx.params().values())[4]
+        close(last.sum(), .822788), close(last.norm(), .299892)
+
+
+# --- L2 and its relatives
+def digit_run(algo, steps, lr=.1, B=32):
+    "Plain gradient steps on the batches in their order, with the algorithm's hooks."
+    class Loader:
+        "The batches in their order."
+        def __init__(self): self.batches = iter(digits(B))
+        def next(self, n): return next(self.batches)
+    policy = Digits()
+    loop = Loop(CLContext(policy=policy, loader=Loader(), task_id="a"), Engine(policy, torch.optim.SGD(policy.parameters(), lr)))
+    call_hook(algo, "on_task_start", loop.ctx)
+    for _ in range(steps): cl_step(algo, loop, B)
+    call_hook(algo, "on_task_end", loop.ctx)
+    return loop.ctx
+
+def pushed(algo, ctx, by=.01):
+    "The penalty with every weight moved."
+    with torch.no_grad(): [p.add_(by) for p in ctx.params().values()]
+    return algo.compute_penalty(ctx).item()
+
+def test_l2_is_the_squared_distance_to_the_newest_weights():
+    l2,loop = L2(3.),quick_loop(STREAM)
+    for t in range(2):
+        quick_task(l2, loop, t, steps=3)
+        assert l2.compute_penalty(loop.ctx).item() == 0. and torch.equal(l2.star, flat(loop.ctx.params().values()).detach())
+    assert pushed(l2, loop.ctx) == pytest.approx(3*len(l2.star)*1e-4, rel=1e-3)
+
+def test_si_is_avalanches_where_weights_are_compared_with_their_past():
+    "Its signed form and its cap; it multiplies with lambda/2, and counts the path integral with the other sign."
+    si = SI(c=5., xi=1e-7, cap=1e-3)
+    ctx = digit_run(si, 5)
+    signed = -per_distance(si.w, si.star-si.start, 1e-7)
+    close(first_layer(ctx, signed).sum(), -7223.506, 1e-3), close(first_layer(ctx, signed).norm(), 1837.074, 1e-3)
+    close(first_layer(ctx, si.omega).sum(), .572644, 1e-3)
+    close(pushed(si, ctx), 4.448218e-4)
+
+def test_si_counts_the_fall_of_the_tasks_loss_and_not_the_penaltys():
+    si,loop = SI(c=20.),quick_loop(STREAM, lr=1e-3)
+    quick_task(si, loop, 0, steps=30)
+    loss = lambda: loop.ctx.forward(STREAM.train.fetch("task1", range(400)))[0].item()
+    before = loss()
+    quick_task(si, loop, 1, steps=60, B=400)
+    fall = before-loss()
+    assert fall > .05 and float(si.last) > .01
+    assert float(si.w.sum()) == pytest.approx(fall, rel=.1)      # equation 3: the shares add up to the fall of the task's own loss
+
+def test_si_adds_up_over_tasks_and_forgets_no_weight():
+    si,loop = SI(),quick_loop(STREAM)
+    quick_task(si, loop, 0, steps=10)
+    first = si.omega.clone()
+    quick_task(si, loop, 1, steps=10)
+    assert (si.omega >= first).all() and (si.omega > first).any() and (first >= 0).all()
+    capped,loop = SI(xi=1e-7, cap=1e-3),quick_loop(STREAM)
+    for t in range(2): quick_task(capped, loop, t, steps=5)
+    assert capped.omega.max() == pytest.approx(1e-3)
+
+def test_mas_is_avalanches_in_the_batch_form():
+    ctx = CLContext(policy=Digits())
+    omega = first_layer(ctx, sensitivity(ctx, digits(32), "batch"))
+    close(omega.sum(), 38.72601), close(omega.norm(), 2.548751)
+    each = sensitivity(ctx, digits(251), "sample")
+    assert torch.allclose(each, sensitivity(ctx, digits(32), "sample"), rtol=1e-4, atol=1e-6) and first_layer(ctx, each).sum() > omega.sum()
+
+def test_mas_measures_answers_and_not_labels():
+    ctx,wrong = CLContext(policy=Digits()),[b | dict(y=9-b["y"]) for b in digits(50)[:2]]
+    assert torch.equal(sensitivity(ctx, digits(50)[:2]), sensitivity(ctx, wrong))
+    assert not torch.equal(fisher(ctx, digits(50)[:2]), fisher(ctx, wrong))
+
+@pytest.mark.parametrize("alpha,share", [(None, (1, 1)), (.25, (.25, .75))])
+def test_mas_adds_up_or_averages(alpha, share):
+    mas,loop,measured = MAS(alpha=alpha, n_batches=1, B=4),quick_loop(STREAM, "flow"),[]
+    for t in range(2):
+        quick_task(mas, loop, t, steps=3)
+        measured.append(mas.omega.clone())
+    second = (measured[1]-share[0]*measured[0])/share[1]
+    assert float(second.mean()) == pytest.approx(float(measured[0].mean()), rel=.2) and (second >= -1e-5).all() and not torch.equal(second, measured[0])
+
+
+# --- references
+def test_from_scratch_is_a_new_policy_for_each_task():
+    "Weights, moments and their counts; the average begins anew."
+    algo,loop = FromScratch(),quick_loop(STREAM)
+    for t in range(3): quick_task(algo, loop, t, steps=6)
+    alone = quick_loop(STREAM)
+    quick_task(None, alone, 2, steps=6)
+    for a,b in zip(loop.ctx.params().values(), alone.ctx.params().values()):
+        assert torch.equal(a, b) and all(torch.equal(x, loop.ctx.moments(a)[k]) for k,x in alone.ctx.moments(b).items())
+    loop.ctx.average,loop.ctx.t = EMA(loop.ctx.policy, .9),1
+    loop.ctx.average.update(loop.ctx.policy)
+    algo.on_task_start(loop.ctx)
+    assert loop.ctx.average.s == 0 and all(torch.equal(x, algo.initial[n]) for n,x in loop.ctx.average.shadow.items())
+
+def test_from_scratch_leaves_what_is_frozen_alone():
+    algo,loop = FromScratch(),quick_loop(STREAM)
+    loop.ctx.policy.net[0].requires_grad_(False)
+    algo.prepare(loop.ctx.policy, 0, STREAM)
+    assert [n for n in algo.initial if n.startswith("net.0")] == [] and len(algo.initial) == 4
