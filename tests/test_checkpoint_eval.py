@@ -147,7 +147,7 @@ def test_shares_of_another_stream_are_merged(run):
     said = []; assert bare(eval_cl(whole, said.append).episodes()) == alone and "6 episodes were played in parts" in said
 
 def test_what_a_policy_cannot_play_is_refused_at_the_door(run, monkeypatch):
-    with pytest.raises(ValueError, match="task 'button-press-topdown' has state_dim 4, the policy 2; action_dim 4, the policy 2; choose a stream of the same robot and cameras as dot_2"):
+    with pytest.raises(ValueError, match="task 'press-right' has state_dim 4, the policy 2; action_dim 4, the policy 2; choose a stream of the same robot and cameras as dot_2"):
         ce.check_eval(config(run, suite="mw5"))
     with pytest.raises(ValueError, match="discrete True, the policy False"): ce.check_eval(config(run, suite=dict(base="dot_2", env=dict(discrete=True))))
     with pytest.raises(ValueError, match="did you mean 'right'"): ce.check_eval(config(run, tasks=["rihgt"]))

@@ -16,7 +16,7 @@ from clvla.policies.ema import EMA
 
 torch.set_num_threads(1)
 STREAM = quick_stream(0)
-DIGITS = np.load(Path(__file__).parent/"digits01.npz")
+DIGITS = np.load(Path(__file__).parent/"digits01.npz", allow_pickle=False)
 DIGITS = dict(x=torch.tensor(DIGITS["x"]/16, dtype=torch.float32), y=torch.tensor(DIGITS["y"].astype("int64")))
 
 
