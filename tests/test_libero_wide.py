@@ -12,7 +12,7 @@ from clvla.envs.libero.env import LiberoEnv
 from clvla.envs.libero.experts import play
 from clvla.envs.libero.skills import World
 from clvla.envs.libero import wide
-from clvla.envs.libero.wide import ROOM, VARIATIONS, WIDE, WideEnv, WideSim, room
+from clvla.envs.libero.wide import CLEARANCE, VARIATIONS, WIDE, WideEnv, WideSim, clearance
 from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check, demo_dir
 
@@ -87,7 +87,7 @@ def test_things_stand_in_their_ranges_apart_from_each_other_and_exchanged():
         for thing,place in zip(things, order):
             assert (abs(at[thing]-middles[place]) <= BOTH["spread"]*sim.ranges[thing][1]+1e-9).all()
         orders.add(order)
-        assert room(World(sim.domain)) > ROOM-.01                    # nothing moved more than a little while it settled
+        assert clearance(World(sim.domain)) > CLEARANCE-.01                    # nothing moved more than a little while it settled
         assert not sim.domain._check_success()
     assert len(orders) > 4
     sim.close()

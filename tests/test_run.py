@@ -355,3 +355,25 @@ def test_looking_at_the_gl_backend_chooses_none(monkeypatch):
     for k in ("MUJOCO_GL", "LP_NUM_THREADS"): monkeypatch.delenv(k, raising=False)
     assert gl_now() in ("osmesa", "egl") and not {"MUJOCO_GL", "LP_NUM_THREADS"} & set(os.environ)
     monkeypatch.setenv("MUJOCO_GL", "crayons"); assert gl_now() == "none" and os.environ["MUJOCO_GL"] == "crayons"
+
+
+def test_training_uses_the_threads_that_are_set_and_episodes_are_played_with_one(data, tmp_path, monkeypatch):
+    import torch
+    from clvla.eval.player import Player
+    from clvla.train.trainer import Trainer
+    seen, before = {"train": set(), "play": set()}, torch.get_num_threads()
+    def noted(cls, name, what):
+        real = getattr(cls, name)
+        def call(*args, **kw):
+            seen[what].add(torch.get_num_threads())
+            return real(*args, **kw)
+        monkeypatch.setattr(cls, name, call)
+    noted(Trainer, "report", "train"), noted(Player, "evaluate", "play")
+    try: assert train_cl(config(data, tmp_path/"run", algo="sequential", threads=2), say=len).done
+    finally: torch.set_num_threads(before)
+    assert seen == {"train": {2}, "play": {1}}
+
+
+@pytest.mark.parametrize("given, says", [(dict(threads=-1), "threads"), (dict(threads=""), "threads"), (dict(threads=False), "threads"), (dict(num_processes=None), "num_processes")])
+def test_threads_and_processes_that_cannot_be_are_refused(given, says, tmp_path):
+    with pytest.raises(ValueError, match=says): resolve(TrainConfig.of(suite="dot_2", run_dir=str(tmp_path), **given))

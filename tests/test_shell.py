@@ -10,7 +10,7 @@ import clvla.run.shell as shell_page
 from clvla.core.files import read_json
 from clvla.run.all import learners
 from clvla.data.streams import Stream, Task
-from clvla.run.config import RunConfig, with_defaults
+from clvla.run.config import RunConfig, with_folders
 from clvla.run.folder import RunFolder
 from clvla.run.shell import Shell, run_learner
 from clvla.run.stop import Stopped
@@ -53,7 +53,7 @@ def counter(monkeypatch):
     learners["counter"] = Counter
 
 
-def config(path, **kw): return with_defaults(RunConfig(**(dict(learner="counter", run_dir=str(path)) | kw)), "counter")
+def config(path, **kw): return with_folders(RunConfig(**(dict(learner="counter", run_dir=str(path)) | kw)), "counter")
 
 
 def stopped_at(monkeypatch, path, moment):

@@ -168,6 +168,11 @@ def restart_average(self:CLContext):
     "Let the average of the weights begin anew at the present ones, after an algorithm has overwritten some."
     if self.average: self.average.restart(self.policy)
 
+@patch
+def restart_optimizer(self:CLContext):
+    "Let the optimizer begin anew: no moments, no steps."
+    self._engine.reset()
+
 # %% ../../nbs/cl/00_base.ipynb #5c33c860
 @patch
 def dealt(self:CLContext,

@@ -25,4 +25,4 @@ class FromScratch(CLAlgorithm):
         with torch.no_grad(), ctx.writing():
             for name,x in self.initial.items(): state[name].copy_(x)
         ctx.restart_average()
-        ctx._engine.reset()
+        ctx.restart_optimizer()

@@ -10,6 +10,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from .base import CLAlgorithm, CLContext, check_number, flat
+from .ewc import check_springs
 from .quick import quick_compare
 
 # %% ../../nbs/cl/18_l2.ipynb #f2a01808
@@ -25,7 +26,7 @@ class L2(CLAlgorithm):
     ):
         check_number("lam", lam, 0)
         self.lam,self.names = lam,[]
-        self.omega = self.star = None # (P,) or (1,) importance, (P,) rest position; None before the first task has ended
+        self.omega = self.star = None # (P,) or (1,) importance, (P,) rest position; None in the first task
         self.last = torch.zeros(())   # the last penalty, for the log
 
     def importance(self, ctx, theta:Tensor)->Tensor: return torch.ones(1, device=ctx.device)
@@ -34,7 +35,7 @@ class L2(CLAlgorithm):
 
     def compute_penalty(self, ctx):
         if self.star is None or not self.lam: return None
-        self.check_names(ctx)
+        check_springs(self, ctx)
         self.omega,self.star = self.omega.to(ctx.device),self.star.to(ctx.device)
         d = flat(ctx.params().values()).float() - self.star
         penalty = self.lam*(self.omega*d*d).sum()
@@ -62,15 +63,6 @@ def load_state_dict(self:L2, state:dict):
     "Continue with stored springs."
     self.names,self.omega,self.star = state["names"],state["omega"],state["star"]
 
-@patch
-def check_names(self:L2, ctx):
-    "ValueError unless the springs belong to the parameters that are trained now."
-    trained = list(ctx.params())
-    if self.names == trained: return
-    differ = sorted(set(trained)^set(self.names))[:3]
-    raise ValueError(f"{type(self).__name__} holds springs for {len(self.names)} parameters, the policy now trains "
-                     f"{len(trained)}; they differ in {differ}; train the same parameters in every task")
-
 # %% ../../nbs/cl/18_l2.ipynb #f2a01817
 def trade(
     make,         # (strength, seed) -> algorithm
@@ -91,5 +83,5 @@ def plot_trade(
     for name,L in curves.items():
         first,last = L[:, :, 0].median(1).values,L[:, :, -1].median(1).values
         fig.add_scatter(x=last.tolist(), y=first.tolist(), name=name, mode="lines+markers")
-    return fig.update_layout(template="none", width=560, height=340, margin=dict(t=20), xaxis_type="log", yaxis_type="log",
-                             xaxis_title="loss on the last task", yaxis_title="loss on the first task")
+    fig.update_layout(xaxis_title="loss on the last task", yaxis_title="loss on the first task", xaxis_type="log")
+    return fig.update_layout(template="none", width=560, height=340, margin=dict(t=20), yaxis_type="log")

@@ -18,12 +18,15 @@ from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
 # %% ../../nbs/cl/20_mas.ipynb #f2a02008
 class AnswerLength(nn.Module):
     "A policy whose loss is the squared length of its answer."
-    def __init__(self, policy:nn.Module): super().__init__(); self.policy = policy
+    def __init__(self, policy:nn.Module):
+        super().__init__()
+        self.policy = policy
+
     def draw(self, B, generator): return self.policy.draw(B, generator)
 
     def forward(self, batch, *, noise=None, time=None, reduction="mean"):
         pred = self.policy(batch, noise=noise, time=time)[1]["pred"].float()
-        square = torch.where(pred.isfinite(), pred, 0.).square()
+        square = torch.where(pred.isfinite(), pred, 0.).square()   # a discrete head's forbidden actions are -inf
         length = square.flatten(-2).sum(-1).flatten(1).mean(1) if pred.ndim == 4 else square.flatten(1).sum(1)
         return (length.mean() if reduction == "mean" else length), {}
 
@@ -56,15 +59,16 @@ def unit_mean(
 )->Tensor:        # (P,)
     "Importance in units of its mean; RuntimeError when there is none, or when it is not finite."
     mean = omega.mean()
-    if not 0 < float(mean) < float("inf"): raise RuntimeError(f"the mean importance of a weight is {float(mean)}: the loss has "
-        "diverged, or it does not depend on the trained parameters")
+    if not 0 < float(mean) < float("inf"):
+        raise RuntimeError(f"the mean importance of a weight is {float(mean)}: the loss has diverged, or it does not "
+                           "depend on the trained parameters")
     return (omega/mean).clamp(max=o_max)
 
 class MAS(L2):
     "Memory aware synapses."
     def __init__(self,
         lam:float=.1,          # strength of the penalty, eq. 4
-        alpha:float|None=None, # None: importance of all tasks is added up; in [0,1]: share of the old ones in an average
+        alpha:float|None=None, # None: the tasks' importance is added up; in [0,1]: share of the old in an average
         form:str="sample",     # "sample" (eq. 3) or "batch"
         n_batches:int=8,       # batches that the answers are measured on
         B:int=32,              # samples of each

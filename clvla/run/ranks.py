@@ -10,7 +10,7 @@ import logging, os, shlex, signal, sys, threading
 from pathlib import Path
 from ..core.processes import descendants, kill_all, send_signal
 from .stop import EXIT_STOPPED, exit_text, oom_kills
-from .config import RunConfig, device_of, hosts
+from .config import RunConfig, device_of, hosts, threads_of
 
 # %% ../../nbs/run/04_ranks.ipynb #1d8d19a5
 LINUX = sys.platform == "linux"   # elsewhere there is no /proc that lists the ranks, and torchrun itself ends them
@@ -37,7 +37,7 @@ def _run_ranks(cfg:RunConfig, module:str)->dict:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
-    os.environ["OMP_NUM_THREADS"] = str(cfg.threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads_of(cfg))
     os.environ["CLVLA_LAUNCHER"] = str(os.getpid())   # the ranks watch it (run/child)
     if device_of(cfg.device) == "cpu": os.environ["ACCELERATE_USE_CPU"] = "true"
     logging.disable(logging.ERROR)

@@ -10,7 +10,6 @@ __all__ = ['load_point', 'cells_of', 'weights_of', 'plan_for', 'parts_of', 'batc
 import os, time
 from contextlib import contextmanager
 from pathlib import Path
-import torch
 from ..cl.all import make_algo
 from ..cl.base import prepare_stages
 from ..core.files import read_json, write_json
@@ -29,6 +28,7 @@ from ..run.versions import versions
 from ..run.stop import StopFlag
 from clvla.train.eval_config import (EvalConfig, Evaluation, begin_eval, check_eval, check_starts, processor_of,
     read_eval_config)
+from .evaluate import one_thread
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #6c303639
 def load_point(
@@ -130,10 +130,9 @@ def eval_cl(
     "Evaluate a run's checkpoints; continues an evaluation that was interrupted."
     evaluation = check_eval(cfg)
     cfg,out = evaluation.cfg,RunFolder(begin_eval(evaluation))
-    torch.set_num_threads(1)   # as the run's own evaluation
     device = _device_for(evaluation, out, say)
     if word := check_starts(cfg, evaluation.stream.tasks): say(word)
-    with out.lock(), StopFlag() as flag:
+    with out.lock(), StopFlag() as flag, one_thread():
         out.clean()
         out.begin_again()
         for path in evaluation.points:

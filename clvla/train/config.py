@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILLED', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings', 'TrainConfig',
-           'stream_name', 'check_suite', 'stream_for', 'folder_name', 'resolve', 'family_head', 'check_batch']
+           'stream_name', 'check_suite', 'stream_for', 'folder_name', 'resolve', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 import json, os
 from ..envs.all import defaults_of, make_stream
-from ..run.config import RunConfig, check_machine, check_values, settings_of, typed, with_defaults, world_of
+from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, typed, with_folders, world_of
 from ..run.plugins import plugins_of
 
 # %% ../../nbs/train/00_config.ipynb #e86e98ab
@@ -148,21 +148,17 @@ def resolve(
     cfg:TrainConfig # as the page gave it
 )->TrainConfig:     # with folders and what suits the stream filled in, and small numbers when `smoke` is set
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
+    from clvla.policies.all import head_for
     check_suite(cfg)
-    cfg = with_defaults(cfg, folder_name(cfg))
+    cfg = with_folders(cfg, folder_name(cfg))
     plugins_of(cfg)
     check_values(cfg)
     empty = {k: v for k,v in defaults_of(stream_for(cfg)).items() if getattr(cfg, k, None) in ("", 0)}
-    if "head" in empty: empty["head"] = family_head(cfg, empty["head"])
-    cfg = replace(cfg, **empty, n_workers=cfg.n_workers or os.cpu_count() or 1)
+    if "head" in empty: empty["head"] = head_for(cfg.model, empty["head"])
+    cfg = replace(cfg, **empty, n_workers=cfg.n_workers or os.cpu_count() or 1, threads=threads_of(cfg))
     if cfg.smoke: cfg = replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()})
     if cfg.init_from: cfg = replace(cfg, init_from=str(Path(cfg.init_from).expanduser().resolve()))
     return check_batch(cfg)
-
-def family_head(cfg:TrainConfig, wanted:str)->str:
-    "The head of a run that names none: what suits the stream, where the policy has it."
-    from clvla.policies.all import head_for
-    return head_for(cfg.model, wanted)
 
 def check_batch(cfg:TrainConfig)->TrainConfig:
     "ValueError for a batch that cannot be dealt out, or a share outside [0,1)."

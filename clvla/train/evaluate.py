@@ -66,7 +66,7 @@ def tasks_due(
     if cfg.last_only and t < len(stages)-1: return []
     return stream.ids if everything or joint else stream.tried(t)
 
-# %% ../../nbs/train/07_evaluate.ipynb #d070000d
+# %% ../../nbs/train/07_evaluate.ipynb #d0700a01
 @contextmanager
 def one_thread():
     "One torch thread inside, as many as before afterwards."
@@ -75,6 +75,7 @@ def one_thread():
     try: yield
     finally: torch.set_num_threads(n)
 
+# %% ../../nbs/train/07_evaluate.ipynb #d070000d
 @patch
 def play(self:Evaluator,
     moment:dict, # stage, after, step

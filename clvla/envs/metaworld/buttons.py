@@ -55,7 +55,7 @@ def row_class(
     return Row
 
 # %% ../../../nbs/envs/metaworld/03_buttons.ipynb #e1bd140c
-ROOM = np.array([[-.18, -.13, 0], [.18, .03, 0]])   # metres about the middle of the stock range: lowest and highest x, y, z
+ROOM = np.array([[-.18, -.13, 0], [.18, .03, 0]])   # metres about the stock range's middle: lowest, highest x, y, z
 SCENES = dict(press="button-press-topdown-v3", push="button-press-v3")   # Meta-World's task of each verb
 
 # %% ../../../nbs/envs/metaworld/03_buttons.ipynb #eca46d7f

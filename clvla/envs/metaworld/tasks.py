@@ -86,5 +86,6 @@ def metaworld_task(
 def _stream(name, ids, **kw): return Stream(name, tuple(map(metaworld_task, ids)), **kw)
 
 STREAMS = dict(mw5=_stream("mw5", MW5), mw10=_stream("mw10", MW10), mw5_narrow=_stream("mw5_narrow", NARROW5),
-               mw10_narrow=_stream("mw10_narrow", NARROW10), cw10=_stream("cw10", CW10), cw20=_stream("cw20", CW10, cycles=2),
+               mw10_narrow=_stream("mw10_narrow", NARROW10), cw10=_stream("cw10", CW10),
+               cw20=_stream("cw20", CW10, cycles=2),
                mt10=_stream("mt10", MT10), mt50=_stream("mt50", sorted(MT50)))

@@ -39,7 +39,8 @@ def mark_ids(image:int, video:int, start:int, end:int)->dict:
 QWEN_3B = QwenShape(
     pretrained=True, marks=mark_ids(151655, 151656, 151652, 151653), image_sizes=tuple(range(56, 449, 28)),
     text=dict(vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
-              num_attention_heads=16, num_key_value_heads=2, max_position_embeddings=128000, rms_norm_eps=1e-6, tie_word_embeddings=True,
+              num_attention_heads=16, num_key_value_heads=2, max_position_embeddings=128000, rms_norm_eps=1e-6,
+              tie_word_embeddings=True,
               rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])),
     vision=dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=2048, patch_size=14,
                 spatial_merge_size=2, temporal_patch_size=2, window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
