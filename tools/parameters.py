@@ -1,6 +1,6 @@
-"""Write the list of rarely needed parameters into run_cl's parameters cell, where papermill looks for names.
+"""Write the lists of rarely needed parameters into the parameters cells of run_cl and run_rl, where papermill looks for names.
 
-    python tools/parameters.py            # rewrite the list; tests/test_run.py checks that it is complete
+    python tools/parameters.py            # rewrite the lists; tests/test_run.py checks that they are complete
 
 Papermill reads the cell without running it, and says "Passed unknown parameter" of every name that has no line `name = value`
 there. The list is a text, so that the page defines none of these names; the config has their defaults.
@@ -10,28 +10,36 @@ import json
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1]/"nbs/run_cl.ipynb"
+NBS = Path(__file__).resolve().parents[1]/"nbs"
 BEGIN, END = '_others = """', '"""'
 
 
-def fields_with_help():
-    "Name, default as text and comment of every field of TrainConfig, from the source of its groups."
+def groups_and_menu(page):
+    "The classes whose fields a page takes, those that count first, and the menu of its `algo`."
+    from clvla.cl.all import algos
+    from clvla.rl.all import methods
+    from clvla.rl.config import PracticeConfig, PracticeSettings
     from clvla.run.config import RunConfig
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
-    for group in (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig):
+    shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
+    return (shared, algos) if page == "run_cl" else ((PracticeConfig, PracticeSettings, *shared), methods)
+
+
+def fields_with_help(groups):
+    "Name, default as text and comment of every field of a config, from the source of its groups."
+    for group in groups:
         for line in inspect.getsource(group).splitlines():
             m = re.match(r"    (\w+):\S+ = (.+?)\s+# (.+)", line)
             if m: yield m[1], {"field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}.get(m[2], m[2]), m[3]
 
 
-def settings_with_owner():
+def settings_with_owner(menu_of_algos):
     "Name, default and owners of every setting of the algorithms and policies that come with the library."
-    from clvla.cl.all import algos
     from clvla.policies.all import policies
     from clvla.run.config import settings_of
     from clvla.train.config import FILLED
     owners = {}
-    for kind, menu in (("algo_kw", algos), ("model_kw", policies)):
+    for kind, menu in (("algo_kw", menu_of_algos), ("model_kw", policies)):
         for name in menu:
             for setting in settings_of(menu[name], FILLED[kind]):
                 default = inspect.signature(menu[name]).parameters[setting].default
@@ -40,24 +48,31 @@ def settings_with_owner():
         yield setting, repr(given[0][1]), "of " + ", ".join(name for name, _ in given)
 
 
-def lines(shown):
+def lines(page, shown):
     "The lines of the list, without the names that the cell itself defines."
+    groups, menu = groups_and_menu(page)
     rows, taken = [], set(shown)
-    for name, default, text in [*fields_with_help(), *settings_with_owner()]:
+    for name, default, text in [*fields_with_help(groups), *settings_with_owner(menu)]:
         if name in taken: continue
         taken.add(name)
         rows.append(f"{name} = {default}  # {text.replace('=', 'is')}")   # papermill reads one = a line
     return rows
 
 
-def main():
-    page = json.loads(PAGE.read_text())
+def write(name):
+    "Rewrite the list of one page."
+    path = NBS/f"{name}.ipynb"
+    page = json.loads(path.read_text())
     cell = next(c for c in page["cells"] if "parameters" in c["metadata"].get("tags", ()))
     source = "".join(cell["source"]).split(BEGIN)[0].rstrip()
     shown = re.findall(r"(?m)^(\w+) = ", source)
-    text = "\n".join([source, BEGIN, *lines(shown), END])
+    text = "\n".join([source, BEGIN, *lines(name, shown), END])
     cell["source"] = text.splitlines(True)
-    PAGE.write_text(json.dumps(page, indent=1, ensure_ascii=False)+"\n")
+    path.write_text(json.dumps(page, indent=1, ensure_ascii=False)+"\n")
+
+
+def main():
+    for name in ("run_cl", "run_rl"): write(name)
 
 
 if __name__ == "__main__": main()

@@ -79,7 +79,8 @@ def evaluate(self:Player,
     on_record=None,  # called with each new record
     actions:dict=None, # if a dict, (task id, trial) -> (n,A) executed actions are put there, for films
     on_round=None,   # called before each policy call, and after each second without an answer; may raise
-    algo=None        # `eval_key(task_id)` groups rows, `eval_policy(policy, task_id)` changes the policy for a group
+    algo=None,       # `eval_key(task_id)` groups rows, `eval_policy(policy, task_id)` changes the policy for a group
+    recorder=None    # wants the observations after the steps `recorder.watch` of each chunk; `hear(row, result)` gets all
 )->list:             # the new records of this process, by task and trial
     "Evaluate the policy on our part of the episodes; the end of the page says when records are the same."
     order = [t.id for t in self.tasks]
@@ -91,7 +92,8 @@ def evaluate(self:Player,
     skip = lambda task, trial: record_key({**stage_info, "task": task, "trial": trial}) in done
     if self.shared: episodes = Queue([t for t in self.tasks if t.id in ids], trials, skip, self.queue_part)
     else: episodes = OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
-    evaluation = _Evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo)
+    evaluation = _Evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo,
+                             recorder)
     was_training,start = policy.training,time.monotonic()
     try:
         policy.train(False)
@@ -104,9 +106,10 @@ def evaluate(self:Player,
 # %% ../../nbs/eval/04_player.ipynb #1e72386b
 class _Evaluation:
     "The state of one evaluation."
-    def __init__(self, player, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo):
+    def __init__(self, player, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo,
+                 recorder):
         self.player,self.policy,self.processor,self.episodes = player,policy,processor,episodes
-        self.seed,self.stage_info,self.algo = seed,stage_info,algo
+        self.seed,self.stage_info,self.algo,self.recorder = seed,stage_info,algo,recorder
         self.on_record,self.on_round,self.actions = on_record,on_round,actions
         self.pool,self.rows,self.places,self.clock = player.pool,player.rows,player.places,player.clock
         self.tasks = {t.id: t for t in player.tasks}
@@ -165,6 +168,7 @@ def _answered(self:_Evaluation, row, result):
     row.seconds[:3] += result.seconds
     row.opened |= result.opened
     if row not in self.waiting: self.waiting.append(row)   # it is in if its worker was lost after an answer
+    if self.recorder is not None: self.recorder.hear(row, result)
     if result.restarted:
         row.restarts += 1
         row.rewind(self.seed)
@@ -195,7 +199,7 @@ def _act(self:_Evaluation, rows):
         row.seconds[3] += seconds/len(call)
         row.actions.append(chunks[place])
         self.waiting.remove(row)
-        self.pool.step(row.slot, chunks[place])
+        self.pool.step(row.slot, chunks[place], () if self.recorder is None else self.recorder.watch)
 
 @patch
 def _change_policy(self:_Evaluation, row):

@@ -30,12 +30,13 @@ class Row:
     began:float = 0.        # clock, seconds
     opened:bool = False     # a simulator was built for this episode
     seconds:np.ndarray|None = None # (4,) of the episode: to begin, to act, to draw, of the policy's calls
-    rng:torch.Generator|None = None # the policy's noise in this episode
+    seed:int|None = None    # of the policy's noise
+    rng:torch.Generator|None = None # that noise in this episode
     actions:list = field(default_factory=list) # chunks that were carried out, (n,A) each
 
     def begin(self, task, trial:int, seed:int, key=None):
         "Take up an episode."
-        self.task,self.trial,self.key = task,trial,key
+        self.task,self.trial,self.key,self.seed = task,trial,key,seed
         self.over = self.opened = False
         self.restarts,self.began,self.seconds = 0,time.monotonic(),np.zeros(4)
         self.rewind(seed)

@@ -9,6 +9,8 @@ __all__ = ['learners', 'configs', 'evaluations']
 from ..core.names import Registry
 
 # %% ../../nbs/run/10_all.ipynb #b0900006
-learners = Registry("learner", imitation="clvla.train.learner:Imitation")
-configs = Registry("learner", imitation="clvla.train.config:TrainConfig")   # the config class of each
-evaluations = Registry("learner", imitation="clvla.train.checkpoint_eval:eval_named") # called with run folder and name
+learners = Registry("learner", imitation="clvla.train.learner:Imitation", practice="clvla.rl.learner:Practice")
+configs = Registry("learner", imitation="clvla.train.config:TrainConfig",   # the config class of each
+                   practice="clvla.rl.config:PracticeConfig")
+evaluations = Registry("learner", imitation="clvla.train.checkpoint_eval:eval_named", # called with run folder and name
+                       practice="clvla.train.checkpoint_eval:eval_named")
