@@ -1,0 +1,207 @@
+"Practice: refusals at the door, the same bits after any interruption, starts that are nobody else's, and what later pages read of it."
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from chaos import wait_for
+from clvla.core.files import read_json
+from clvla.core.state import load_state, save_state
+from clvla.core.trials import use_of
+from clvla.eval.compare import read_runs, summary, group
+from clvla.policies.all import load_policy
+from clvla.rl.config import PracticeConfig, base_config, resolve_practice
+from clvla.rl.episodes import Recorder, load_episodes
+from clvla.rl.gains import gains
+from clvla.rl.learner import Practice, practise
+from clvla.rl.method import Method
+from clvla.rl.all import methods
+from clvla.run.checkpoint import checkpoints
+from clvla.run.folder import RunFolder
+from clvla.run.resume import fingerprint
+from clvla.run.stop import Stopped
+from clvla.train.checkpoint_eval import eval_cl
+from clvla.train.eval_config import EvalConfig
+
+SMALL = dict(suite="dot_2", n_demos=2, steps_per_task=8, episodes=6, round_episodes=3, n_trials=2, rows_per_task=2, n_workers=1, threads=1,
+             warmup=1, batch_size=8, image_size=32, stride=2, algo_kw=dict(updates=4))
+
+
+class Crash(BaseException): "A power cut: nothing is written."
+
+
+@pytest.fixture(scope="module")
+def data(shared_data): return shared_data
+
+
+def config(data, path, **kw): return resolve_practice(PracticeConfig(data_dir=str(data), run_dir=str(path), **(SMALL | kw)))
+
+
+@pytest.fixture(scope="module")
+def done(data, tmp_path_factory): return practise(config(data, tmp_path_factory.mktemp("done")/"run"), say=len)
+
+
+@pytest.mark.parametrize("kw, says", [
+    (dict(suite=dict(base="dot_2", env=dict(discrete=True)), head="discrete"), "numbers"), (dict(num_processes=2), "one process"),
+    (dict(stride=3), "divisor"), (dict(episodes=0), "episodes must be above 0"), (dict(episodes=200_000), "more than the 100000 starts"),
+    (dict(algo="cloninng"), "did you mean 'cloning'"), (dict(algo_kw=dict(updates=0)), "from 1"), (dict(algo_kw=dict(demo_share=1.5)), "demo_share"),
+    (dict(tasks=["lfet"]), "did you mean 'left'"), (dict(init_from="nowhere"), "does not exist"), (dict(algo_kw=dict(refresh=1)), "no setting 'refresh'"),
+    (dict(n_trials=0), "n_trials must be above 0"), (dict(model="tinny"), "did you mean 'tiny'")])
+def test_bad_settings_are_refused_before_anything_is_made(data, tmp_path, kw, says):
+    with pytest.raises(ValueError, match=says): practise(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), **(SMALL | kw)), say=len)
+    assert not (tmp_path/"run/practice").exists() and not (tmp_path/"run/episodes.jsonl").exists()
+
+
+def test_starts_are_for_practice_alone(done):
+    trials = [e.trial for path in sorted((done.path/"practice").glob("*.safetensors")) for e in load_episodes(path)]
+    assert len(trials) == 12 and all(use_of(t)[0] == "practice" for t in trials) and len(set(trials)) == 6   # two tasks
+    assert {use_of(r["trial"])[0] for r in done.episodes()} == {"report"}
+
+
+def test_seeds_practise_on_other_starts(data, tmp_path, done):
+    other = practise(config(data, tmp_path/"run", seed=1), say=len)
+    starts = [{e.trial for e in load_episodes(run.path/"practice/round-000.safetensors")} for run in (done, other)]
+    assert not starts[0] & starts[1] and base_config(other.cfg).run_dir != base_config(done.cfg).run_dir
+
+
+def test_practice_changes_the_policy_and_the_base_stays(data, done):
+    base = checkpoints(RunFolder(base_config(done.cfg).run_dir).path/"checkpoints", ends=True)[-1]
+    policies = [load_policy(p).state_dict() for p in (base, checkpoints(done.path/"checkpoints", ends=True)[-1])]
+    assert any((a != b).any() for a, b in zip(policies[0].values(), policies[1].values()))
+    assert {r["stage"] for r in done.episodes()} == {-1, 0} and len(done.episodes()) == 8
+
+
+def power_cut(): raise Crash
+
+
+def crash_after(monkeypatch, n, happens=power_cut):
+    "Something happens in update n."
+    cls, count = methods["cloning"], iter(range(1000))
+    real = cls.update
+
+    def update(self):
+        numbers = real(self)
+        if next(count) == n-1: happens()
+        return numbers
+    monkeypatch.setattr(cls, "update", update)
+
+
+@pytest.mark.parametrize("n, save_every", [(1, 0), (3, 3), (4, 0), (5, 0), (8, 3)])
+def test_a_crash_changes_nothing(data, tmp_path, done, n, save_every):
+    with pytest.MonkeyPatch.context() as m:
+        crash_after(m, n)
+        with pytest.raises(Crash): practise(config(data, tmp_path/"run", save_every=save_every), say=len)
+    assert fingerprint(practise(config(data, tmp_path/"run", save_every=save_every), say=len).path) == fingerprint(done.path)
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_a_stop_is_saved_and_goes_on(data, tmp_path, done, n):
+    with pytest.MonkeyPatch.context() as m:
+        crash_after(m, n, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped): practise(config(data, tmp_path/"run"), say=len)
+    assert (tmp_path/"run/stopped.json").exists()
+    assert fingerprint(practise(config(data, tmp_path/"run"), say=len).path) == fingerprint(done.path)
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_a_crash_while_attempts_are_played(data, tmp_path, done, n):
+    "What was played of the round is played again, from the same starts with the same noise."
+    real, count = Recorder.hear, iter(range(10_000))
+    with pytest.MonkeyPatch.context() as m:
+        def hear(self, row, result):
+            if next(count) == n: raise Crash
+            real(self, row, result)
+        m.setattr(Recorder, "hear", hear)
+        with pytest.raises(Crash): practise(config(data, tmp_path/"run"), say=len)
+    assert fingerprint(practise(config(data, tmp_path/"run"), say=len).path) == fingerprint(done.path)
+
+
+@pytest.mark.parametrize("moment", ["practice/round-000.safetensors", "practice/round-001.safetensors"])
+def test_killed_processes(data, tmp_path, done, moment):
+    "SIGKILL of the process that learns, at a random moment after a round was played."
+    cfg = config(data, tmp_path/"run")
+    RunFolder(cfg.run_dir).begin(cfg)
+    child = subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir], env=os.environ | dict(OMP_NUM_THREADS="1"))
+    try:
+        wait_for(lambda: (tmp_path/"run"/moment).exists() or child.poll() is not None)
+        try: child.wait(random.random()*.3)
+        except subprocess.TimeoutExpired: pass
+        child.send_signal(signal.SIGKILL)
+    finally: child.wait()
+    assert fingerprint(practise(cfg, say=len).path) == fingerprint(done.path)
+
+
+@pytest.mark.parametrize("harm", ["missing", "changed", "other"])
+def test_a_rounds_file_is_verified(data, tmp_path, harm):
+    with pytest.MonkeyPatch.context() as m:
+        crash_after(m, 6)
+        with pytest.raises(Crash): practise(config(data, tmp_path/"run"), say=len)
+    path = tmp_path/"run/practice/round-000.safetensors"
+    if harm == "missing": path.unlink()
+    elif harm == "changed": path.write_bytes(path.read_bytes()[:-1]+b"x")
+    else: save_state(path, load_state(tmp_path/"run/practice/round-001.safetensors"))
+    with pytest.raises(ValueError, match="round-000.safetensors is missing or was changed"): practise(config(data, tmp_path/"run"), say=len)
+
+
+def test_init_from_is_the_base(data, tmp_path, done):
+    point = checkpoints(done.path/"checkpoints", ends=True)[-1]
+    run = practise(config(data, tmp_path/"run", init_from=str(point)), say=len)
+    before = lambda r, stage: [(e["task"], e["trial"], e["success"], e["steps"]) for e in sorted(r.episodes(), key=lambda e: (e["task"], e["trial"])) if e["stage"] == stage]
+    assert before(run, -1) == before(done, 0)
+
+
+def test_checkpoints_are_evaluated_afterwards(done, tmp_path):
+    home = tmp_path/"run"
+    shutil.copytree(done.path, home)
+    out = eval_cl(EvalConfig(run_dir=str(home), n_trials=2, n_workers=1), say=len)
+    played = {(r["task"], r["trial"]): (r["success"], r["steps"]) for r in out.episodes()}
+    assert played == {(r["task"], r["trial"]): (r["success"], r["steps"]) for r in done.episodes() if r["stage"] == 0}
+
+
+def test_compare_reads_runs_of_practice(done):
+    runs = read_runs([done.path])
+    assert runs[0].finished and runs[0].stages == ("joint",)
+    table = summary(group(runs), ("ASR",), n_boot=50)
+    assert len(table) == 1 and len(gains(done.path).values) == 2
+
+
+def test_a_method_of_ones_own(data, tmp_path):
+    "Registered under a name; one that learns nothing gives back its base."
+    methods["nothing"] = Method
+    try: run = practise(config(data, tmp_path/"run", algo="nothing", algo_kw=dict(updates=1)), say=len)
+    finally: del methods["nothing"]
+    facts = lambda stage: [(r["task"], r["trial"], r["success"], r["steps"]) for r in run.episodes() if r["stage"] == stage]
+    assert sorted(facts(-1)) == sorted(facts(0))
+
+
+@pytest.mark.parametrize("controls", [dict(blind=True), dict(deaf=True)])
+def test_controls_reach_practice(data, tmp_path, controls):
+    run = practise(config(data, tmp_path/"run", **controls), say=len)
+    processor = read_json(checkpoints(run.path/"checkpoints", ends=True)[-1]/"processor.json")
+    assert "controls" in processor
+
+
+def test_the_page(data, tmp_path):
+    "The smoke run, as a user starts it."
+    from papermill.inspection import inspect_notebook
+    from test_run import ROOT, page
+    out = page("run_rl", tmp_path/"page.ipynb", "-p", "smoke", "True", "-p", "suite", "dot_2", "-p", "run_dir", str(tmp_path/"run"), env={"CLVLA_DATA": str(data)})
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert read_json(tmp_path/"run/done.json")["rounds"] == 2
+    listed = set(inspect_notebook(ROOT/"nbs/run_rl.ipynb"))
+    assert not set(PracticeConfig.__dataclass_fields__) - listed and {"tau", "updates", "demo_share"} <= listed
+
+
+def test_it_gets_better(data, tmp_path):
+    "With its own successes; with nothing but the demonstrations again it does not get as far."
+    kw = dict(suite="dot_3", tasks=["left"], n_demos=2, steps_per_task=40, batch_size=32, episodes=80, round_episodes=40, n_trials=60, rows_per_task=10,
+              image_size=48)
+    run = practise(config(data, tmp_path/"own", **kw, algo_kw=dict(updates=100)), say=len)
+    control = practise(config(data, tmp_path/"demos", **kw, algo_kw=dict(updates=100, demo_share=1.)), say=len)
+    rate = lambda r, stage: sum(e["success"] for e in r.episodes() if e["stage"] == stage)/60
+    assert rate(run, 0) >= rate(run, -1)+.15 and rate(run, 0) >= rate(control, 0)
