@@ -50,7 +50,7 @@ def kl_to_ref(
 # %% ../../nbs/rl/08_grpo.ipynb #80a1b217
 class GRPO(OnPolicy):
     "Group-relative policy optimisation of an actor."
-    keys = ("x", "ref", "action", "logp_old", "episode")
+    keys,others = ("x", "ref", "action", "logp_old", "episode"),("ret", "group")
 
     def __init__(self,
         actor:Actor,
@@ -66,12 +66,12 @@ class GRPO(OnPolicy):
         self.actor,self.beta,self.scale,self.per = actor,beta,scale,per
 
     def prepare(self, rollout):
-        episode,ret,group = (rollout[k] for k in ("episode", "ret", "group"))
+        episode,ret,group = rollout["episode"],rollout["ret"].float(),rollout["group"]
         check_groups(episode, ret, group)
         adv = group_advantages(ret, group, self.scale)
         rows = {k: rollout[k] for k in ("x", "ref", "action", "logp_old")}
         info = dict(ret=ret.mean().item(), idle=(adv == 0).float().mean().item())
-        return dict(rows, adv=adv[episode], weight=chunk_weights(episode, self.per)),info
+        return dict(rows, adv=adv[episode.long()], weight=chunk_weights(episode, self.per)),info
 
     def loss(self, rows):
         mu = self.actor(rows["x"], rows["ref"])
@@ -91,7 +91,7 @@ def check_groups(
     if any(t.is_floating_point() or t.dtype == torch.bool for t in (episode, group)):
         raise ValueError(f"episode and group must be whole numbers, found {episode.dtype} and {group.dtype}; use .long()")
     E = len(ret)
-    if ret.ndim != 1 or group.shape != ret.shape or not torch.equal(episode.unique().cpu(), torch.arange(E)):
+    if ret.ndim != 1 or group.shape != ret.shape or episode.unique().tolist() != list(range(E)):
         raise ValueError(f"ret and group have one number for each episode 0..E-1 of `episode`, found ret {tuple(ret.shape)}, group "
                          f"{tuple(group.shape)} and {len(episode.unique())} episodes from {episode.min()} to {episode.max()}")
     if not torch.isfinite(ret).all(): raise ValueError("ret has values that are not finite; leave out these episodes")

@@ -68,7 +68,7 @@ def approx_kl(
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b21f
 class OnPolicy:
     "Epochs of minibatch steps on one rollout; a method says what the rows and their loss are."
-    keys = ()   # a rollout's entries
+    keys,others = (),()   # a rollout's entries with a row for each chunk, and its others
 
     def __init__(self,
         nets:dict,              # name -> network that learns; one of them is "actor"
@@ -116,12 +116,12 @@ def step(self:OnPolicy, rows:dict)->tuple:   # metrics of the minibatch, whether
 @patch
 def update(self:OnPolicy, rollout:dict)->dict:   # metrics as detached numbers
     "Learn from a rollout that the present actor has played."
-    check_rollout(rollout, self.keys)
+    check_rollout(rollout, self.keys, self.others)
     for net in self.nets.values(): net.eval()
     drift = self.check_drift(rollout)
     rows,info = self.prepare(rollout)
     infos,taken = [],True
-    for _ in range(self.epochs):
+    for _ in range(self.epochs):   # a stop leaves out steps and no draw: the next update's order does not depend on it
         for index in torch.randperm(len(rows["logp_old"]), generator=self.generator).split(self.minibatch):
             if not taken: break
             step_info,taken = self.step({k: v[index.to(v.device)] for k,v in rows.items()})
@@ -145,7 +145,7 @@ def summary(
     infos:list, # metrics of each minibatch
     n_steps:int # the steps taken; the last of `infos` can be one that was not
 )->dict:
-    "Means over the steps taken, and the divergence at the end."
+    "Means over the steps taken, and the divergence as the last minibatch found it."
     names = infos[0] if n_steps else ()
     means = {k: torch.stack([i[k] for i in infos[:n_steps]]).mean().item() for k in names}
     return {**means, "kl": infos[-1]["kl"].item()}
@@ -161,11 +161,12 @@ def check_metrics(self:OnPolicy, metrics:dict)->dict:
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b227
 def check_rollout(
     rollout:dict, # as the page's table
-    keys          # entries that it must have, each with one row for each chunk
+    keys,         # entries that it must have, each with one row for each chunk
+    others=()     # further entries that it must have
 ):
     "ValueError for a rollout that cannot be learnt from."
-    if missing := [k for k in keys if k not in rollout]:
-        raise ValueError(f"the rollout lacks {', '.join(missing)}; it needs {', '.join(keys)}")
+    if missing := [k for k in (*keys, *others) if k not in rollout]:
+        raise ValueError(f"the rollout lacks {', '.join(missing)}; it needs {', '.join((*keys, *others))}")
     sizes = {k: len(rollout[k]) for k in keys}
     if len(set(sizes.values())) > 1 or not sizes["x"]:
         raise ValueError(f"each entry of a rollout has one row for each chunk, and at least one, found {sizes}")
