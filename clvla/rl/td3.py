@@ -151,7 +151,8 @@ def check_batch(self:TD3, batch:dict):
     "ValueError unless the batch has all `KEYS` in their shapes."
     if missing := [k for k in KEYS if k not in batch]:
         raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(batch)}")
-    for x,chunk in (("x", "ref"), ("x", "action"), ("next_x", "next_ref")): check_chunks(self.actor, batch[x], batch[chunk])
+    for x,chunk in (("x", "ref"), ("x", "action"), ("next_x", "next_ref")):
+        check_chunks(self.actor, batch[x], batch[chunk])
     sizes = {k: tuple(batch[k].shape) for k in ("x", "next_x", "reward", "mask")}
     B = len(batch["x"])
     if B and sizes["next_x"] == sizes["x"] and sizes["reward"] == sizes["mask"] == (B,): return
@@ -234,8 +235,8 @@ def check_critic(self:TD3):
     if mask > 1: raise FloatingPointError(f"a mask of {mask:g} was given; a bootstrap factor is gamma**m, at most 1")
     bound = q_bound(reward, mask) if self.max_return is None else self.max_return
     if q <= 2*max(1, bound): return
-    raise FloatingPointError(f"the critic diverges: mean |q| {q:.4g} by update {self.n_updates}, but returns are at most "
-                             f"{bound:.4g} (rewards to {reward:g}, masks to {mask:g}); is mask 0 at terminated ends? "
+    raise FloatingPointError(f"the critic diverges: mean |q| {q:.4g} by update {self.n_updates}, but returns "
+                             f"are at most {bound:.4g} (rewards to {reward:g}, masks to {mask:g}); is mask 0 at terminated ends? "
                              "Otherwise lower tau or lr_critic, raise beta, give bounds, or keep layer_norm")
 
 # %% ../../nbs/rl/06_td3.ipynb #d3e1c045
@@ -248,8 +249,9 @@ def parts(self:TD3)->dict:
 @patch
 def state_dict(self:TD3)->dict:
     "Networks, optimizers, generator and counts, for `save_state`."
-    return dict(config=dict(actor=self.actor.config, critic=self.critic.config), n_updates=self.n_updates, largest=self.largest,
-                rng=rng_state(self.generator), **{name: part.state_dict() for name,part in self.parts().items()})
+    config = dict(actor=self.actor.config, critic=self.critic.config)
+    return dict(config=config, n_updates=self.n_updates, largest=self.largest, rng=rng_state(self.generator),
+                **{name: part.state_dict() for name,part in self.parts().items()})
 
 @patch
 def load_state_dict(self:TD3, state:dict):
