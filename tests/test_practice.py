@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from chaos import wait_for
 from clvla.core.files import read_json
@@ -79,9 +80,9 @@ def test_practice_changes_the_policy_and_the_base_stays(data, done):
 def power_cut(): raise Crash
 
 
-def crash_after(monkeypatch, n, happens=power_cut):
+def crash_after(monkeypatch, n, happens=power_cut, algo="cloning"):
     "Something happens in update n."
-    cls, count = methods["cloning"], iter(range(1000))
+    cls, count = methods[algo], iter(range(1000))
     real = cls.update
 
     def update(self):
@@ -134,6 +135,43 @@ def test_killed_processes(data, tmp_path, done, moment):
         child.send_signal(signal.SIGKILL)
     finally: child.wait()
     assert fingerprint(practise(cfg, say=len).path) == fingerprint(done.path)
+
+
+TOKEN = {"token_td3": dict(updates=3, token_updates=4, sample=8), "token_ppo": dict(token_updates=4, minibatch=8), "token_grpo": dict(token_updates=4, minibatch=8, repeats=3)}
+
+
+@pytest.mark.parametrize("algo", TOKEN)
+def test_methods_with_a_frozen_policy(data, tmp_path, algo):
+    "The base does not change, a crash in the last round changes nothing, and the checkpoint is evaluated as the run was."
+    kw = dict(algo=algo, algo_kw=TOKEN[algo])
+    run = practise(config(data, tmp_path/"run", **kw), say=len)
+    point = checkpoints(run.path/"checkpoints", ends=True)[-1]
+    base = load_policy(checkpoints(RunFolder(base_config(run.cfg).run_dir).path/"checkpoints", ends=True)[-1])
+    assert all(torch.equal(load_policy(point).vla.state_dict()[k], v) for k, v in base.state_dict().items())
+    for n in (1, 4 if algo == "token_td3" else 2):
+        with pytest.MonkeyPatch.context() as m:
+            crash_after(m, n, algo=algo)
+            with pytest.raises(Crash): practise(config(data, tmp_path/f"crash{n}", **kw, save_every=1), say=len)
+        assert fingerprint(practise(config(data, tmp_path/f"crash{n}", **kw, save_every=1), say=len).path) == fingerprint(run.path)
+    out = eval_cl(EvalConfig(run_dir=str(run.path), n_trials=2, n_workers=1), say=len)
+    facts = lambda records: {(r["task"], r["trial"]): (r["success"], r["steps"]) for r in records}
+    assert facts(out.episodes()) == facts(r for r in run.episodes() if r["stage"] == 0)
+
+
+def test_a_new_actor_plays_as_the_policy(data, tmp_path, done):
+    "Start by start: the base of a run with an actor does what the base alone does."
+    run = practise(config(data, tmp_path/"run", algo="token_td3", algo_kw=TOKEN["token_td3"]), say=len)
+    before = lambda r: sorted((e["task"], e["trial"], e["success"], e["steps"]) for e in r.episodes() if e["stage"] == -1)
+    assert before(run) == before(done)
+
+
+def test_equal_starts_with_other_noise(data, tmp_path):
+    run = practise(config(data, tmp_path/"run", algo="token_grpo", algo_kw=TOKEN["token_grpo"]), say=len)
+    episodes = load_episodes(run.path/"practice/round-001.safetensors")
+    assert len(episodes) == 6 and len({(e.task_id, e.trial) for e in episodes}) == 2 and len({e.seed for e in episodes}) == 3
+    firsts = {e.task_id: [x for x in episodes if x.task_id == e.task_id] for e in episodes}
+    assert all((a.obs["observation.state"][0] == b.obs["observation.state"][0]).all() and not (a.action[0] == b.action[0]).all()
+               for of in firsts.values() for a, b in zip(of, of[1:]))
 
 
 @pytest.mark.parametrize("harm", ["missing", "changed", "other"])

@@ -9,7 +9,8 @@ __all__ = ['methods', 'make_method']
 from ..core.names import Registry
 
 # %% ../../nbs/rl/90_all.ipynb #90a00005
-methods = Registry("practice method", cloning="clvla.rl.cloning:Cloning")
+methods = Registry("practice method", cloning="clvla.rl.cloning:Cloning", token_td3="clvla.rl.token_td3:TokenTD3",
+                   token_ppo="clvla.rl.token_ppo:TokenPPO", token_grpo="clvla.rl.token_ppo:TokenGRPO")
 
 def make_method(
     name:str,   # a key of `methods`

@@ -23,6 +23,8 @@ class PracticeContext:
 # %% ../../nbs/rl/10_method.ipynb #a1000009
 class Method:
     "A way to get better by practice. This one learns nothing."
+    model = None   # name of its policies in the menu; None: the run's own
+    repeats = 1    # attempts from each start, with other noise
     def __init__(self,
         seed:int=0,     # of the run
         updates:int=1   # after each round
