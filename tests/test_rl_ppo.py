@@ -1,6 +1,5 @@
 "PPO and GRPO: advantages against definitions written out as loops, switches that change what they should and nothing else, small problems."
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -185,7 +184,7 @@ def test_clip_changes_the_actor_alone():
 def test_value_clip_changes_the_value_alone():
     (_, w), (_, wf) = learn(clip_value=.005), learn()
     assert torch.equal(w["actor"], wf["actor"]) and not torch.equal(w["value"], wf["value"])
-    assert torch.equal(learn(clip_value=1e6)[1]["value"], wf["value"])
+    assert torch.allclose(learn(clip_value=1e6)[1]["value"], wf["value"], atol=1e-5)   # old + (new-old): rounded
 
 
 def test_the_stop_leaves_out_steps_and_nothing_else():
@@ -270,7 +269,7 @@ def test_group_advantages_are_those_of_a_loop(scale):
         assert torch.allclose(adv[group == g], want, atol=1e-9)
     assert (adv[group == -20] == 0).all()
     order = torch.randperm(60, generator=draw)
-    assert torch.equal(group_advantages(ret[order], group[order], scale), adv[order])
+    assert torch.allclose(group_advantages(ret[order], group[order], scale), adv[order], atol=1e-12)
     assert torch.allclose(group_advantages(ret+5*group, group, scale), adv, atol=1e-6)   # how hard a start is does not matter
 
 
@@ -342,7 +341,7 @@ def turn(p, angle): return torch.stack([p[..., 0]*math.cos(angle)-p[..., 1]*math
 
 
 def walk(actor, n, repeats, *purpose, explore=1):
-    """Walk to the origin from a ring, two steps a chunk, 12 steps at most; the policy's chunks point 75 degrees beside it. A success ends
+    """Walk to the origin from a ring, two steps a chunk, 12 steps at most; the policy's chunks point 57 degrees beside it. A success ends
     the episode in the step in which it happens; an episode that runs out of time is truncated."""
     draw, E = torch_rng(0, "walk", *purpose), n*repeats
     angle, radius = torch.rand(n, generator=draw)*6.283, .4+.6*torch.rand(n, generator=draw)
@@ -350,7 +349,7 @@ def walk(actor, n, repeats, *purpose, explore=1):
     playing, success, parts = torch.ones(E, dtype=torch.bool), torch.zeros(E), []
     actor.eval()
     for k in range(STEPS//C):
-        ref = (.5*turn(-p/p.norm(dim=1, keepdim=True), math.radians(75)))[:, None].expand(E, C, 2).contiguous()
+        ref = (.5*turn(-p/p.norm(dim=1, keepdim=True), math.radians(57)))[:, None].expand(E, C, 2).contiguous()
         with torch.no_grad():
             action = actor.sample(p, ref, torch.randn(E, C, 2, generator=draw)*explore)
             logp = actor.log_prob(p, ref, action)
@@ -368,26 +367,20 @@ def walk(actor, n, repeats, *purpose, explore=1):
     return {key: v[keep] for key, v in out.items()} | dict(ret=success, group=torch.arange(n).repeat_interleave(repeats))
 
 
-@cache
-def practised(cls, kind):
-    method = make(cls, X=2, C=C, A=2, epochs=10, minibatch=128, kl_stop=.05)
+@pytest.mark.parametrize("cls", [PPO, GRPO])
+@pytest.mark.parametrize("kind", ["learns", "shuffled"])
+def test_walk_of_many_chunks(cls, kind):
+    method = make(cls, X=2, C=C, A=2, epochs=5, minibatch=128, kl_stop=.05)
     def success(): return walk(method.actor, 500, 1, "trial", explore=0)["ret"].mean().item()
-    curve = [success()]
-    for k in range(15):
+    before = success()
+    for k in range(12):
         r = walk(method.actor, 16, 8, k)
         if kind == "shuffled":
-            order = torch.randperm(len(r["reward"]), generator=torch_rng(0, "order", k))
-            r |= dict(reward=r["reward"][order], ret=r["ret"][torch.randperm(128, generator=torch_rng(0, "order", k))])
+            chunks, episodes = (torch.randperm(len(r[key]), generator=torch_rng(0, key, k)) for key in ("reward", "ret"))
+            r |= dict(reward=r["reward"][chunks], ret=r["ret"][episodes])
         method.update(r)
-        curve.append(success())
-    return curve
-
-
-@pytest.mark.parametrize("cls", [PPO, GRPO])
-def test_walk_of_many_chunks(cls):
-    curve, control = practised(cls, "learns"), practised(cls, "shuffled")
-    assert curve[0] < .5 and curve[-1] > .9, curve
-    assert control[-1] < curve[0]+.2, control
+    assert before < .2
+    assert success() > .9 if kind == "learns" else success() < .35
 
 
 # ---------------------------------------------------------------- errors
