@@ -1,6 +1,5 @@
-"PPO and GRPO: advantages against definitions written out as loops, switches that change what they should and nothing else, small problems."
+"PPO and GRPO: advantages against loops, switches that change what they should and nothing else, small problems and their controls."
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -68,7 +67,8 @@ def test_lam_one_is_the_return_and_a_rollout_cut_off_bootstraps():
     assert (gae(**rows, lam=1)+rows["v"]).tolist() == pytest.approx(ret)
     first = {k: x[:2] for k, x in rows.items()}   # the episode goes on; the rollout does not
     assert not first["done"].any()
-    assert gae(**first, lam=1)[0].item() == pytest.approx(sum(.9**i*r[i] for i in range(8)) + .9**8*values[2].item() - values[0].item())
+    want = sum(.9**i*r[i] for i in range(8)) + .9**8*values[2].item() - values[0].item()
+    assert gae(**first, lam=1)[0].item() == pytest.approx(want)
 
 
 # ---------------------------------------------------------------- losses
@@ -115,8 +115,8 @@ def rows(actor, E=32, chunks=3, dtype=torch.float, purpose="rows"):
         action = actor.sample(x, ref, torch.randn(n, 3, 2, generator=draw).to(dtype))
         logp = actor.log_prob(x, ref, action)
     done = torch.arange(n)%chunks == chunks-1
-    return dict(x=x, ref=ref, action=action, logp_old=logp, reward=action[:, 0, 0]*x[:, 0], mask=torch.where(done, 0, .9).to(dtype),
-                next_x=x.roll(-1, 0), done=done, episode=torch.arange(n)//chunks, group=torch.arange(E)//4,
+    return dict(x=x, ref=ref, action=action, logp_old=logp, reward=action[:, 0, 0]*x[:, 0], next_x=x.roll(-1, 0), done=done,
+                mask=torch.where(done, 0, .9).to(dtype), episode=torch.arange(n)//chunks, group=torch.arange(E)//4,
                 ret=(torch.rand(E, generator=draw) < .4).to(dtype))
 
 
@@ -148,8 +148,9 @@ def test_chunks_that_the_actor_did_not_draw_are_refused():
     method = make()
     rollout = rows(method.actor)
     method.actor.train()
-    with torch.no_grad(): dropped = method.actor.log_prob(rollout["x"], rollout["ref"], rollout["action"], torch_rng(0, "drop"))
-    with pytest.raises(ValueError, match="played by other weights or with reference dropout"): method.update({**rollout, "logp_old": dropped})
+    dropped = method.actor.log_prob(*(rollout[k] for k in ("x", "ref", "action")), torch_rng(0, "drop")).detach()
+    with pytest.raises(ValueError, match="played by other weights or with reference dropout"):
+        method.update({**rollout, "logp_old": dropped})
     older = make(max_drift=None)
     assert older.update({**rollout, "logp_old": rollout["logp_old"]-.5})["drift"] == pytest.approx(.5, abs=1e-3)
 
@@ -185,7 +186,7 @@ def test_clip_changes_the_actor_alone():
 def test_value_clip_changes_the_value_alone():
     (_, w), (_, wf) = learn(clip_value=.005), learn()
     assert torch.equal(w["actor"], wf["actor"]) and not torch.equal(w["value"], wf["value"])
-    assert torch.equal(learn(clip_value=1e6)[1]["value"], wf["value"])
+    assert torch.allclose(learn(clip_value=1e6)[1]["value"], wf["value"], atol=1e-5)   # old + (new-old): rounded
 
 
 def test_the_stop_leaves_out_steps_and_nothing_else():
@@ -252,7 +253,8 @@ def test_resume_is_equal_to_the_bit(cls, tmp_path):
         return info, torch.cat([flat(net) for net in method.nets.values()]), method.n_updates
     (a, wa, n), (b, wb, _) = run(), run(tmp_path/"s.safetensors")
     assert a == b and torch.equal(wa, wb) and n == 2
-    with pytest.raises(ValueError, match="the state has the networks"): make(GRPO if cls is PPO else PPO).load_state_dict(make(cls).state_dict())
+    other = make(GRPO if cls is PPO else PPO)
+    with pytest.raises(ValueError, match="the state has the networks"): other.load_state_dict(make(cls).state_dict())
 
 
 # ---------------------------------------------------------------- groups
@@ -270,12 +272,13 @@ def test_group_advantages_are_those_of_a_loop(scale):
         assert torch.allclose(adv[group == g], want, atol=1e-9)
     assert (adv[group == -20] == 0).all()
     order = torch.randperm(60, generator=draw)
-    assert torch.equal(group_advantages(ret[order], group[order], scale), adv[order])
-    assert torch.allclose(group_advantages(ret+5*group, group, scale), adv, atol=1e-6)   # how hard a start is does not matter
+    assert torch.allclose(group_advantages(ret[order], group[order], scale), adv[order], atol=1e-12)
+    assert torch.allclose(group_advantages(ret+5*group, group, scale), adv, atol=1e-6)   # how hard a start is: no matter
 
 
 def test_equal_returns_give_exactly_nothing():
-    for value in (0., 1., .1, 1/3, 1e6+.1): assert (group_advantages(torch.full((7,), value), torch.zeros(7, dtype=torch.long)) == 0).all()
+    for value in (0., 1., .1, 1/3, 1e6+.1):
+        assert (group_advantages(torch.full((7,), value), torch.zeros(7).long()) == 0).all()
     assert group_advantages(torch.tensor([1., .5]), torch.tensor([0, 1])).tolist() == [0, 0]
 
 
@@ -317,7 +320,7 @@ def bandit(actor, n, repeats, *purpose, explore=1):
         logp = actor.log_prob(x, ref, action)
     ret = ((action-right).abs().amax((1, 2)) < .25).float()
     return dict(x=x, ref=ref, action=action, logp_old=logp, reward=ret, mask=torch.zeros(E), next_x=x, ret=ret,
-                done=torch.ones(E, dtype=torch.bool), episode=torch.arange(E), group=torch.arange(n).repeat_interleave(repeats))
+                done=torch.ones(E).bool(), episode=torch.arange(E), group=torch.arange(n).repeat_interleave(repeats))
 
 
 @pytest.mark.parametrize("cls", [PPO, GRPO])
@@ -338,19 +341,19 @@ def test_bandit(cls, kind):
 STEPS, C, G = 12, 2, .95
 
 
-def turn(p, angle): return torch.stack([p[..., 0]*math.cos(angle)-p[..., 1]*math.sin(angle), p[..., 0]*math.sin(angle)+p[..., 1]*math.cos(angle)], -1)
+def turn(p, angle): return p*math.cos(angle) + torch.stack([-p[:, 1], p[:, 0]], 1)*math.sin(angle)
 
 
 def walk(actor, n, repeats, *purpose, explore=1):
-    """Walk to the origin from a ring, two steps a chunk, 12 steps at most; the policy's chunks point 75 degrees beside it. A success ends
-    the episode in the step in which it happens; an episode that runs out of time is truncated."""
+    """Walk to the origin from a ring, two steps a chunk, 12 steps at most; the policy's chunks point 57 degrees beside it.
+    A success ends the episode in the step in which it happens; an episode that runs out of time is truncated."""
     draw, E = torch_rng(0, "walk", *purpose), n*repeats
     angle, radius = torch.rand(n, generator=draw)*6.283, .4+.6*torch.rand(n, generator=draw)
     p = (radius[:, None]*torch.stack([angle.cos(), angle.sin()], 1)).repeat_interleave(repeats, 0)
     playing, success, parts = torch.ones(E, dtype=torch.bool), torch.zeros(E), []
     actor.eval()
     for k in range(STEPS//C):
-        ref = (.5*turn(-p/p.norm(dim=1, keepdim=True), math.radians(75)))[:, None].expand(E, C, 2).contiguous()
+        ref = (.5*turn(-p/p.norm(dim=1, keepdim=True), math.radians(57)))[:, None].expand(E, C, 2).contiguous()
         with torch.no_grad():
             action = actor.sample(p, ref, torch.randn(E, C, 2, generator=draw)*explore)
             logp = actor.log_prob(p, ref, action)
@@ -368,32 +371,27 @@ def walk(actor, n, repeats, *purpose, explore=1):
     return {key: v[keep] for key, v in out.items()} | dict(ret=success, group=torch.arange(n).repeat_interleave(repeats))
 
 
-@cache
-def practised(cls, kind):
-    method = make(cls, X=2, C=C, A=2, epochs=10, minibatch=128, kl_stop=.05)
+@pytest.mark.parametrize("cls", [PPO, GRPO])
+@pytest.mark.parametrize("kind", ["learns", "shuffled"])
+def test_walk_of_many_chunks(cls, kind):
+    method = make(cls, X=2, C=C, A=2, epochs=5, minibatch=128, kl_stop=.05)
     def success(): return walk(method.actor, 500, 1, "trial", explore=0)["ret"].mean().item()
-    curve = [success()]
-    for k in range(15):
+    before = success()
+    for k in range(12):
         r = walk(method.actor, 16, 8, k)
         if kind == "shuffled":
-            order = torch.randperm(len(r["reward"]), generator=torch_rng(0, "order", k))
-            r |= dict(reward=r["reward"][order], ret=r["ret"][torch.randperm(128, generator=torch_rng(0, "order", k))])
+            chunks, episodes = (torch.randperm(len(r[key]), generator=torch_rng(0, key, k)) for key in ("reward", "ret"))
+            r |= dict(reward=r["reward"][chunks], ret=r["ret"][episodes])
         method.update(r)
-        curve.append(success())
-    return curve
-
-
-@pytest.mark.parametrize("cls", [PPO, GRPO])
-def test_walk_of_many_chunks(cls):
-    curve, control = practised(cls, "learns"), practised(cls, "shuffled")
-    assert curve[0] < .5 and curve[-1] > .9, curve
-    assert control[-1] < curve[0]+.2, control
+    assert before < .2
+    assert success() > .9 if kind == "learns" else success() < .35
 
 
 # ---------------------------------------------------------------- errors
 
 @pytest.mark.parametrize("text,entries", [
-    ("has one row for each chunk", dict(reward=torch.zeros(3))), ("x has values that are not finite", dict(x=torch.full((96, 4), math.inf))),
+    ("has one row for each chunk", dict(reward=torch.zeros(3))),
+    ("x has values that are not finite", dict(x=torch.full((96, 4), math.inf))),
     ("done must be bool", dict(done=torch.ones(96))), (r"mask must lie in \[0,1\]", dict(mask=torch.full((96,), -1.))),
     ("chunk 0 ends its episode", dict(mask=torch.zeros(96)))])
 def test_rollouts_that_are_refused(text, entries):
@@ -405,7 +403,7 @@ def test_rollouts_that_are_refused(text, entries):
 
 @pytest.mark.parametrize("text,entries", [
     ("single episode", dict(group=torch.arange(32))), ("found ret \\(32,\\), group \\(31,\\)", dict(group=torch.arange(31))),
-    ("whole numbers", dict(group=torch.rand(32))), ("33 numbers|found ret", dict(ret=torch.ones(33), group=torch.zeros(33, dtype=torch.long))),
+    ("whole numbers", dict(group=torch.rand(32))), ("found ret", dict(ret=torch.ones(33), group=torch.zeros(33).long())),
     ("ret has values", dict(ret=torch.full((32,), math.nan)))])
 def test_groups_that_are_refused(text, entries):
     method = make(GRPO)
@@ -419,8 +417,9 @@ def test_missing_entries_and_empty_rollouts():
     with pytest.raises(ValueError, match="at least one"): check_rollout({"x": torch.zeros(0, 4)}, ["x"])
 
 
-@pytest.mark.parametrize("kw", [dict(epochs=0), dict(minibatch=1.5), dict(accumulation=-1), dict(clip=0.), dict(kl_stop=math.nan), dict(lr=0.),
-                                dict(lam=2.), dict(clip_value=0.), dict(normalise=1), dict(grad_clip=-1.), dict(max_drift=0.)])
+@pytest.mark.parametrize("kw", [
+    dict(epochs=0), dict(minibatch=1.5), dict(accumulation=-1), dict(clip=0.), dict(kl_stop=math.nan), dict(lr=0.),
+    dict(lam=2.), dict(clip_value=0.), dict(normalise=1), dict(grad_clip=-1.), dict(max_drift=0.)])
 def test_settings_that_are_refused(kw):
     with pytest.raises(ValueError, match=next(iter(kw))): make(**kw)
     with pytest.raises(TypeError): make(epoch=3)

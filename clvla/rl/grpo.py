@@ -23,10 +23,10 @@ def group_advantages(
     names,place = group.unique(return_inverse=True)
     size = torch.bincount(place, minlength=len(names)).to(ret.dtype)
     def mean(values): return torch.zeros_like(size).index_add_(0, place, values)/size
-    low,high = (torch.zeros_like(size).scatter_reduce_(0, place, ret, how, include_self=False) for how in ("amin", "amax"))
+    def extreme(how): return torch.zeros_like(size).scatter_reduce_(0, place, ret, how, include_self=False)
     adv = ret-mean(ret)[place]
     if scale: adv = adv/(mean(adv.square()).sqrt()[place]+eps)
-    return torch.where((low == high)[place], 0, adv)
+    return torch.where((extreme("amin") == extreme("amax"))[place], 0, adv)
 
 # %% ../../nbs/rl/08_grpo.ipynb #80a1b20f
 def chunk_weights(
@@ -89,12 +89,13 @@ def check_groups(
 ):
     "ValueError when episodes, returns and groups do not fit, or no group has two episodes."
     if any(t.is_floating_point() or t.dtype == torch.bool for t in (episode, group)):
-        raise ValueError(f"episode and group must be whole numbers, found {episode.dtype} and {group.dtype}; use .long()")
+        raise ValueError(f"episode and group are whole numbers, found {episode.dtype} and {group.dtype}; use .long()")
     E = len(ret)
     if ret.ndim != 1 or group.shape != ret.shape or episode.unique().tolist() != list(range(E)):
-        raise ValueError(f"ret and group have one number for each episode 0..E-1 of `episode`, found ret {tuple(ret.shape)}, group "
-                         f"{tuple(group.shape)} and {len(episode.unique())} episodes from {episode.min()} to {episode.max()}")
+        raise ValueError(f"ret and group have one number for each episode 0..E-1 of the chunks, found "
+                         f"ret {tuple(ret.shape)}, group {tuple(group.shape)} and {len(episode.unique())} episodes, "
+                         f"{episode.min()} to {episode.max()}")
     if not torch.isfinite(ret).all(): raise ValueError("ret has values that are not finite; leave out these episodes")
     if len(group.unique()) == E:
-        raise ValueError(f"each of the {E} groups has a single episode, and nothing to compare it with; play each start "
-                         "several times with other noise")
+        raise ValueError(f"each of the {E} groups has a single episode, and nothing to compare it with; play each "
+                         "start several times with other noise")

@@ -82,7 +82,8 @@ class OnPolicy:
         max_drift:float|None=.01,# most that `logp_old` may differ from the actor's at the start; None: do not ask
         seed:int=0
     ):
-        for name,value in dict(epochs=epochs, minibatch=minibatch, accumulation=accumulation).items(): check_count(name, value)
+        for name,value in dict(epochs=epochs, minibatch=minibatch, accumulation=accumulation).items():
+            check_count(name, value)
         for name,value in dict(clip=clip, kl_stop=kl_stop, grad_clip=grad_clip, max_drift=max_drift).items():
             if value is not None: check_number(name, value, 1e-12, rule="above 0, or None")
         check_number("lr", lr, 1e-12, rule="above 0")
@@ -114,14 +115,14 @@ def step(self:OnPolicy, rows:dict)->tuple:   # metrics of the minibatch, whether
 
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b224
 @patch
-def update(self:OnPolicy, rollout:dict)->dict:   # metrics as detached numbers
+def update(self:OnPolicy, rollout:dict)->dict:   # metrics, as numbers
     "Learn from a rollout that the present actor has played."
     check_rollout(rollout, self.keys, self.others)
     for net in self.nets.values(): net.eval()
     drift = self.check_drift(rollout)
     rows,info = self.prepare(rollout)
     infos,taken = [],True
-    for _ in range(self.epochs):   # a stop leaves out steps and no draw: the next update's order does not depend on it
+    for _ in range(self.epochs):   # a stop leaves out steps and no draw: the next update's order is the same
         for index in torch.randperm(len(rows["logp_old"]), generator=self.generator).split(self.minibatch):
             if not taken: break
             step_info,taken = self.step({k: v[index.to(v.device)] for k,v in rows.items()})
@@ -136,9 +137,9 @@ def check_drift(self:OnPolicy, rollout)->float:
     with torch.no_grad(): logp = self.nets["actor"].log_prob(rollout["x"], rollout["ref"], rollout["action"])
     drift = (logp-rollout["logp_old"]).abs().max().item()
     if self.max_drift is None or drift <= self.max_drift: return drift
-    raise ValueError(f"logp_old differs from the actor's log_prob by up to {drift:.3g}, and {self.max_drift:g} is allowed: the "
-                     "chunks were played by other weights or with reference dropout, or an environment cut them; store what "
-                     "actor.eval() drew, or give max_drift=None if the actor that played is meant to be older")
+    raise ValueError(f"logp_old differs from the actor's log_prob by up to {drift:.3g}, and {self.max_drift:g} is "
+                     "allowed: the chunks were played by other weights or with reference dropout, or an environment "
+                     "cut them; store what actor.eval() drew, or give max_drift=None if an older actor is meant")
 
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b225
 def summary(
@@ -155,8 +156,8 @@ def check_metrics(self:OnPolicy, metrics:dict)->dict:
     "The metrics; FloatingPointError names those that are not finite."
     wrong = [k for k,v in metrics.items() if not abs(v) < float("inf")]
     if not wrong: return metrics
-    raise FloatingPointError(f"update {self.n_updates} has {', '.join(wrong)} that are not finite, and the weights are lost; "
-                             "go back to a checkpoint with a smaller lr, with clip, grad_clip and kl_stop on")
+    raise FloatingPointError(f"update {self.n_updates} has {', '.join(wrong)} that are not finite, and the weights are "
+                             "lost; go back to a checkpoint with a smaller lr, with clip, grad_clip and kl_stop on")
 
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b227
 def check_rollout(
@@ -172,7 +173,7 @@ def check_rollout(
         raise ValueError(f"each entry of a rollout has one row for each chunk, and at least one, found {sizes}")
     for k in keys:
         if not torch.isfinite(rollout[k]).all():
-            raise ValueError(f"the rollout's {k} has values that are not finite; leave out the episodes that they are from")
+            raise ValueError(f"the rollout's {k} has values that are not finite; leave out their episodes")
 
 def check_ends(
     mask:Tensor, # (n,)
@@ -181,7 +182,8 @@ def check_ends(
     "ValueError when masks are no bootstrap factors, or an episode goes on behind its end."
     if done.dtype != torch.bool: raise ValueError(f"done must be bool, found {done.dtype}; use done.bool()")
     if ((mask < 0) | (mask > 1)).any():
-        raise ValueError(f"mask must lie in [0,1]: gamma**m, or 0 at a terminated end; found {mask.min():g} to {mask.max():g}")
+        raise ValueError("mask must lie in [0,1]: gamma**m, or 0 at a terminated end; found "
+                         f"{mask.min():g} to {mask.max():g}")
     if (wrong := (mask == 0) & ~done).any():
         raise ValueError(f"chunk {wrong.nonzero()[0].item()} ends its episode (mask 0) and done says that it goes on")
 
@@ -196,8 +198,8 @@ def state_dict(self:OnPolicy)->dict:
 def load_state_dict(self:OnPolicy, state:dict):
     "Continue from a stored state."
     if set(state["nets"]) != set(self.nets):
-        raise ValueError(f"the state has the networks {sorted(state['nets'])}, and this method {sorted(self.nets)}; make the "
-                         "method that the state is of")
+        raise ValueError(f"the state has the networks {sorted(state['nets'])}, and this method {sorted(self.nets)}; "
+                         "make the method that the state is of")
     for k,net in self.nets.items(): net.load_state_dict(state["nets"][k])
     self.opt.load_state_dict(state["opt"])
     self.generator.set_state(state["generator"].cpu())
