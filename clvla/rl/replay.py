@@ -173,7 +173,7 @@ def _queue(self:Replay, task:int)->Queue:
 def sample(self:Replay,
     B:int,                 # transitions
     stratified:bool=False, # every task that is present equally often
-    out:dict=None          # an earlier batch of this size; its memory is filled anew instead of allocating another
+    out:dict=None          # an earlier batch of this size, to be overwritten; None: new memory
 )->dict: # state fields, "next_" + state fields, transition fields, task; floats as float32
     "A batch of transitions."
     if not len(self): raise ValueError("the replay is empty; push an episode first, or check len(replay)")
@@ -181,12 +181,12 @@ def sample(self:Replay,
     if out and len(out["task"]) != B: raise ValueError(f"out is a batch of {len(out['task'])}, {B} are to be drawn")
     rows = self._stratified(B) if stratified else self.all.draw(B, self.rng)
     now,then = (torch.from_numpy(i).to(self.device) for i in (rows, self.next[rows]))
-    reads = {name: (ring, now) for name,ring in [*self.states.items(), *self.fields.items()]}
-    reads |= {f"next_{name}": (ring, then) for name,ring in self.states.items()}
-    out = out or {}
-    return {name: read(*where, out.get(name)) for name,where in reads.items()} | dict(
-        task=torch.from_numpy(self.task[rows]).to(self.device))
+    parts = {name: (ring, now) for name,ring in [*self.states.items(), *self.fields.items()]}
+    parts |= {f"next_{name}": (ring, then) for name,ring in self.states.items()}
+    batch = {name: read(ring, i, (out or {}).get(name)) for name,(ring,i) in parts.items()}
+    return batch | dict(task=torch.from_numpy(self.task[rows]).to(self.device))
 
+# %% ../../nbs/rl/02_replay.ipynb #68ba0636
 def read(
     ring:Tensor,    # (capacity,...)
     rows:Tensor,    # (B,) int64
@@ -197,7 +197,7 @@ def read(
     x = ring.index_select(0, rows)
     return x.float() if out is None else out.copy_(x)
 
-# %% ../../nbs/rl/02_replay.ipynb #68ba0636
+# %% ../../nbs/rl/02_replay.ipynb #fd33e517
 @patch
 def _stratified(self:Replay, B:int)->np.ndarray:
     "Rows of B transitions, task by task."
@@ -206,7 +206,7 @@ def _stratified(self:Replay, B:int)->np.ndarray:
     n[self.rng.permutation(len(tasks))[:B%len(tasks)]] += 1
     return np.concatenate([self.by_task[task].draw(k, self.rng) for task,k in zip(tasks, n)])
 
-# %% ../../nbs/rl/02_replay.ipynb #d64461b1
+# %% ../../nbs/rl/02_replay.ipynb #f8ede484
 @patch
 def state_dict(self:Replay)->dict:
     "Everything that the next draw depends on; the tensors are the ring's own."
