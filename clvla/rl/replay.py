@@ -130,7 +130,7 @@ def push(self:Replay,
     if isinstance(task, bool) or not isinstance(task, (int, np.integer)):
         raise ValueError(f"task is a whole number, found {task!r}")
     states = pick(states, self.states, N)
-    start,next = check_links(transitions["start"], transitions["next"], N)
+    start,next = check_links(*(transitions.get(name, ()) for name in ("start", "next")), N)
     fields = pick(transitions, self.fields, len(start))
     rows = (self.row + np.arange(N))%self.capacity
     self._drop(rows)
@@ -171,24 +171,33 @@ def _queue(self:Replay, task:int)->Queue:
 # %% ../../nbs/rl/02_replay.ipynb #92942b2b
 @patch
 def sample(self:Replay,
-    B:int,                # transitions
-    stratified:bool=False # every task that is present equally often
+    B:int,                 # transitions
+    stratified:bool=False, # every task that is present equally often
+    out:dict=None          # an earlier batch of this size, to be overwritten; None: new memory
 )->dict: # state fields, "next_" + state fields, transition fields, task; floats as float32
     "A batch of transitions."
     if not len(self): raise ValueError("the replay is empty; push an episode first, or check len(replay)")
     if B < 1: raise ValueError(f"a batch needs at least one transition, found B={B}")
+    if out and len(out["task"]) != B: raise ValueError(f"out is a batch of {len(out['task'])}, {B} are to be drawn")
     rows = self._stratified(B) if stratified else self.all.draw(B, self.rng)
-    both = torch.from_numpy(np.concatenate([rows, self.next[rows]])).to(self.device)
-    batch = {"task": torch.from_numpy(self.task[rows]).to(self.device)}
-    for name,ring in self.states.items(): batch[name],batch[f"next_{name}"] = read(ring, both).split(B)
-    return batch | {name: read(ring, both[:B]) for name,ring in self.fields.items()}
-
-def read(ring:Tensor, rows:Tensor)->Tensor:
-    "These rows of a ring; floats as float32."
-    x = ring.index_select(0, rows)
-    return x.float() if x.is_floating_point() else x
+    now,then = (torch.from_numpy(i).to(self.device) for i in (rows, self.next[rows]))
+    parts = {name: (ring, now) for name,ring in [*self.states.items(), *self.fields.items()]}
+    parts |= {f"next_{name}": (ring, then) for name,ring in self.states.items()}
+    batch = {name: read(ring, i, (out or {}).get(name)) for name,(ring,i) in parts.items()}
+    return batch | dict(task=torch.from_numpy(self.task[rows]).to(self.device))
 
 # %% ../../nbs/rl/02_replay.ipynb #68ba0636
+def read(
+    ring:Tensor,    # (capacity,...)
+    rows:Tensor,    # (B,) int64
+    out:Tensor=None # where the result goes; None: into new memory
+)->Tensor:          # (B,...), float32 where the ring holds floats
+    "These rows of a ring."
+    if ring.dtype == torch.float32 or not ring.is_floating_point(): return torch.index_select(ring, 0, rows, out=out)
+    x = ring.index_select(0, rows)
+    return x.float() if out is None else out.copy_(x)
+
+# %% ../../nbs/rl/02_replay.ipynb #fd33e517
 @patch
 def _stratified(self:Replay, B:int)->np.ndarray:
     "Rows of B transitions, task by task."
@@ -197,7 +206,7 @@ def _stratified(self:Replay, B:int)->np.ndarray:
     n[self.rng.permutation(len(tasks))[:B%len(tasks)]] += 1
     return np.concatenate([self.by_task[task].draw(k, self.rng) for task,k in zip(tasks, n)])
 
-# %% ../../nbs/rl/02_replay.ipynb #d64461b1
+# %% ../../nbs/rl/02_replay.ipynb #f8ede484
 @patch
 def state_dict(self:Replay)->dict:
     "Everything that the next draw depends on; the tensors are the ring's own."
