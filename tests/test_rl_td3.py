@@ -153,16 +153,6 @@ def test_metrics_are_detached_scalars_and_players_get_an_actor_in_eval_mode():
     assert not td3.actor.training
 
 
-def test_compiled_losses_are_one_graph_each_and_give_the_same_numbers(monkeypatch):
-    "With the tracer alone: what a compiler makes of the graphs is torch's business, and takes minutes."
-    trace = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: trace(f, backend="eager", fullgraph=True))
-    plain, compiled = make(hidden=8, bounds=(-1, 1)), make(hidden=8, bounds=(-1, 1), compile=True)
-    for k in range(2):
-        expected, metrics = plain.update(random_batch(k)), compiled.update(random_batch(k))
-    assert {name: v.item() for name, v in metrics.items()} == pytest.approx({name: v.item() for name, v in expected.items()}, abs=1e-6)
-
-
 def test_saturation_is_measured():
     "The untrained actor gives the reference, so the share is known."
     batch = random_batch()
@@ -277,7 +267,7 @@ def test_impossible_numbers_are_named(key, value, says):
     (dict(tau=0), "tau must be a number in"), (dict(tau=2), "tau"), (dict(actor_every=0), "actor_every"), (dict(actor_after=-1), "actor_after"),
     (dict(lr_actor=0), "lr_actor must be a number above 0"), (dict(beta=-1), "beta"), (dict(noise_clip=float("nan")), "noise_clip"),
     (dict(bounds=(1, -1)), "low < high"), (dict(bounds=([0]*3, 1)), "2 numbers each"), (dict(max_return=0), "max_return"),
-    (dict(compile="yes"), "compile must be True or False"), (dict(std=0), "std must be a number above 0"), (dict(ref_dropout=1.), "ref_dropout")])
+    (dict(sampled="yes"), "sampled must be True or False"), (dict(std=0), "std must be a number above 0"), (dict(ref_dropout=1.), "ref_dropout")])
 def test_wrong_settings_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says): make(**wrong)
 
