@@ -189,7 +189,8 @@ def fit_token(
         if update%look == 0 or update == updates:
             error = unexplained(codec, tokens[held_out], mask[held_out])
             curve.append(dict(update=update, loss=sum(losses)/len(losses) if losses else None, unexplained=error))
-            if best is None or error < best[0]: best,losses = (error, copy.deepcopy(codec.state_dict())),[]
+            losses = []
+            if best is None or error < best[0]: best = error,copy.deepcopy(codec.state_dict())
         if update == updates: break
         index = learnt[torch.randint(len(learnt), (batch,), generator=generator).to(learnt.device)]
         loss = codec(tokens[index], mask[index])[0].mean()
