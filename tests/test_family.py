@@ -15,6 +15,7 @@ from clvla.cl.gdumb import GDumb
 from clvla.cl.l2 import L2
 from clvla.cl.mas import MAS, sensitivity
 from clvla.cl.quick import quick_loop, quick_run, quick_stream, quick_task
+from clvla.cl.rwalk import RWalk, unit_max
 from clvla.cl.si import SI, per_distance
 from clvla.core.batch import take
 from clvla.core.names import INDEX, TASK_ID
@@ -127,6 +128,65 @@ def test_mas_adds_up_or_averages(alpha, share):
         measured.append(mas.omega.clone())
     second = (measured[1]-share[0]*measured[0])/share[1]
     assert float(second.mean()) == pytest.approx(float(measured[0].mean()), rel=.2) and (second >= -1e-5).all() and not torch.equal(second, measured[0])
+
+def test_rwalk_is_the_papers_arithmetic():
+    "Equations 6 to 8 once more, parameter by parameter in float64 on seven plain steps: intervals of three, three and one."
+    rwalk = RWalk(lam=2., alpha=.6, interval=3, xi=.5)
+    ctx = digit_run(rwalk, 7)
+    policy = Digits().double()
+    ps = list(policy.parameters())
+    zeros = lambda: [torch.zeros_like(p) for p in ps]
+    fall,moved,squares,score,F,n = zeros(),zeros(),zeros(),zeros(),None,0
+    for k,batch in enumerate(digits(32)[:7]):
+        gs = torch.autograd.grad(nn.functional.cross_entropy(policy.net(batch["x"].double()), batch["y"]), ps)
+        n += 1
+        with torch.no_grad():
+            for i,(p,g) in enumerate(zip(ps, gs)):
+                p -= .1*g
+                fall[i] += .1*g*g
+                moved[i] -= .1*g
+                squares[i] += g*g
+        if n < 3 and k < 6: continue
+        F = [q/n for q in squares] if F is None else [.6*q/n + .4*f for q,f in zip(squares, F)]
+        distance = [f*m**2/2 for f,m in zip(F, moved)]
+        mean = sum(d.sum() for d in distance)/sum(d.numel() for d in distance)
+        score = [s + a/(d+.5*mean) for s,a,d in zip(score, fall, distance)]
+        fall,moved,squares,n = zeros(),zeros(),zeros(),0
+    omega = flat(F)/flat(F).max() + flat(score)/flat(score).max()
+    assert torch.allclose(rwalk.omega.double(), omega, rtol=1e-3, atol=1e-7)
+    close(pushed(rwalk, ctx), 2*1e-4*float(omega.sum()), 1e-3)
+
+def test_rwalk_averages_scores_over_tasks_and_bounds_both_parts():
+    class Kept(RWalk):
+        def importance(self, ctx, theta):
+            omega = super().importance(ctx, theta)
+            kept.append((self.score, self.scores))
+            return omega
+    kept,rwalk,loop = [],Kept(interval=4),quick_loop(STREAM)
+    for t in range(2): quick_task(rwalk, loop, t, steps=10)
+    (first,_),(second,both) = kept
+    assert torch.equal(both, (first+second)/2) and not torch.equal(first, second)
+    assert torch.equal(rwalk.omega, unit_max(rwalk.F)+unit_max(both)) and 1 <= rwalk.omega.max() <= 2 and (rwalk.omega >= 0).all()
+
+def test_rwalk_counts_the_tasks_loss_and_not_the_penaltys():
+    rwalk,loop = RWalk(lam=20., interval=1000),quick_loop(STREAM, lr=1e-3)
+    quick_task(rwalk, loop, 0, steps=30)
+    paths = []
+    class Noted(RWalk):
+        def close_interval(self):
+            paths.append(self.path[0].sum().item())
+            super().close_interval()
+    rwalk.__class__ = Noted
+    loss = lambda: loop.ctx.forward(STREAM.train.fetch("task1", range(400)))[0].item()
+    before = loss()
+    quick_task(rwalk, loop, 1, steps=60, B=400)
+    assert before-loss() > .05 and paths == [pytest.approx(before-loss(), rel=.1)]
+
+def test_rwalk_of_a_loss_without_gradient_is_refused():
+    rwalk,loop = RWalk(),quick_loop(STREAM)
+    rwalk.on_task_start(loop.ctx)
+    with pytest.raises(RuntimeError, match="depend on the trained parameters"): rwalk.on_task_end(loop.ctx)
+
 
 
 # --- references
