@@ -8,15 +8,19 @@ from clvla.cl.agem import AGEM, dot, project
 from clvla.cl.all import algos, make_algo
 from clvla.cl.compose import Compose
 from clvla.cl.base import CLContext, Process, call_hook, flat, prepare_stages
+from clvla.cl.der import DER
 from clvla.cl.derpp import DERpp, output_error
 from clvla.cl.engine import cl_step
 from clvla.cl.er import ER
 from clvla.cl.from_scratch import FromScratch
+from clvla.cl.gdumb import GDumb
+from clvla.cl.gem import GEM
 from clvla.cl.l2 import L2
 from clvla.cl.lwf import LwF, weights_of
 from clvla.cl.mas import MAS
 from clvla.cl.packnet import PackNet, largest, matrices
 from clvla.cl.quick import QuickLoader, quick_engine, quick_loop, quick_losses, quick_prepare, quick_run, quick_stream
+from clvla.cl.rwalk import RWalk
 from clvla.cl.si import SI
 from clvla.cl.sequential import Sequential
 from clvla.cl.task_lora import Adapted, TaskLoRA, add_adapters
@@ -26,7 +30,8 @@ from clvla.policies.ema import EMA
 torch.set_num_threads(1)
 STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
-              mas=dict(n_batches=1), from_scratch={})
+              mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
+              gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5))
 
 
 def start(algo, loop, t, steps):
@@ -59,7 +64,7 @@ class Agreeing(AGEM):
     def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
 
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: LwF(0.), lambda: LwF(0., "current"), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1),
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.),
                                   lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
 def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
     assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
@@ -69,7 +74,8 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     plain = quick_run(Sequential(), ONE, head, steps=12)
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
-@pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch])
+@pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
+                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
 
@@ -377,7 +383,9 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("derpp", dict(n_mem=0), "n_mem"), ("lwf", dict(lam=float("inf")), "lam"), ("lwf", dict(prompts="all"), "prompts"),
     ("packnet", dict(share=0), "share"), ("packnet", dict(retrain=2), "retrain"), ("task_lora", dict(rank=0), "rank"),
     ("task_lora", dict(alpha=0), "alpha"), ("task_lora", dict(trunk="none"), "trunk"), ("l2", dict(lam=-1), "lam"), ("si", dict(c=-1), "c must"),
-    ("si", dict(xi=0), "xi"), ("si", dict(cap=0), "cap"), ("mas", dict(alpha=2), "alpha"), ("mas", dict(form="sum"), "form"), ("mas", dict(n_batches=0), "n_batches")])
+    ("si", dict(xi=0), "xi"), ("si", dict(cap=0), "cap"), ("mas", dict(alpha=2), "alpha"), ("mas", dict(form="sum"), "form"), ("mas", dict(n_batches=0), "n_batches"),
+    ("gdumb", dict(total_size=0), "total_size"), ("der", dict(alpha=-1), "alpha"), ("gem", dict(gamma=-1), "gamma"), ("gem", dict(n_ref=0), "n_ref"),
+    ("rwalk", dict(alpha=0), "alpha"), ("rwalk", dict(interval=0), "interval"), ("rwalk", dict(xi=0), "xi"), ("rwalk", dict(lam=-1), "lam")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
 
@@ -410,7 +418,7 @@ def test_the_family_forgets_less_than_fine_tuning(name):
 @pytest.fixture(scope="module")
 def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb"])
 def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
     "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
     from clvla.run.folder import RunFolder

@@ -38,7 +38,7 @@ class QuickData:
     def __init__(self, tasks:dict): self.tasks = tasks # task id -> batch of all its frames
     def n_frames(self, task_id): return len(self.tasks[task_id][INDEX])
     def fetch(self, task_id, idx): return take(self.tasks[task_id], idx)
-    def fetch_refs(self, refs): return gather(refs, self.fetch)
+    def fetch_refs(self, refs): return gather(refs, self.fetch) if refs else {}
 
 # %% ../../nbs/cl/04_quick.ipynb #f7d22e2d
 def quick_stream(
