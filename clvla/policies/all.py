@@ -22,7 +22,9 @@ policies = Registry("policy", **{
     "qwenoft": "clvla.policies.vlm.qwenoft:QwenOFT",
     "qwenoft-tiny": "clvla.policies.vlm.qwenoft:TinyQwenOFT",
     "qwengr00t": "clvla.policies.vlm.qwengr00t:QwenGR00T",
-    "qwengr00t-tiny": "clvla.policies.vlm.qwengr00t:TinyQwenGR00T"})
+    "qwengr00t-tiny": "clvla.policies.vlm.qwengr00t:TinyQwenGR00T",
+    "paligemmaoft": "clvla.policies.vlm.paligemmaoft:PaliGemmaOFT",
+    "paligemmaoft-tiny": "clvla.policies.vlm.paligemmaoft:TinyPaliGemmaOFT"})
 
 # %% ../../nbs/policies/09_all.ipynb #100cd6a2
 def make_policy(
