@@ -24,7 +24,9 @@ policies = Registry("policy", **{
     "qwengr00t": "clvla.policies.vlm.qwengr00t:QwenGR00T",
     "qwengr00t-tiny": "clvla.policies.vlm.qwengr00t:TinyQwenGR00T",
     "paligemmaoft": "clvla.policies.vlm.paligemmaoft:PaliGemmaOFT",
-    "paligemmaoft-tiny": "clvla.policies.vlm.paligemmaoft:TinyPaliGemmaOFT"})
+    "paligemmaoft-tiny": "clvla.policies.vlm.paligemmaoft:TinyPaliGemmaOFT",
+    "llamaoft": "clvla.policies.vlm.llamaoft:LlamaOFT",
+    "llamaoft-tiny": "clvla.policies.vlm.llamaoft:TinyLlamaOFT"})
 
 # %% ../../nbs/policies/09_all.ipynb #100cd6a2
 def make_policy(
