@@ -21,11 +21,12 @@ from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
 from clvla.policies.all import build_policy, check_policy, head_for, load_policy, make_policy, policies
 from clvla.policies.base import Context, n_params, param_groups
 from clvla.policies.lora import add_lora, merge_lora
+from clvla.policies.vlm.llamaoft import LLAMA_TINY, open_gates, tiny_llama_tokenizer
 from clvla.policies.vlm.oft import OFTHead
-from clvla.policies.vlm.paligemmaoft import PALIGEMMA_TINY, picture_values, tiny_gemma_tokenizer
+from clvla.policies.vlm.paligemmaoft import HALF, PALIGEMMA_TINY, tiny_gemma_tokenizer
 from clvla.policies.vlm.qwen import QWEN_TINY, Chat, make_trunk, patches, tiny_tokenizer
 from clvla.policies.vlm.qwengr00t import DiTHead
-from clvla.policies.vlm.trunk import PATCHES, SPACE, camera_keys, join_pairs, picture_sides, word_merges
+from clvla.policies.vlm.trunk import CLIP_MEAN, CLIP_STD, PATCHES, SPACE, camera_keys, join_pairs, normalise, word_merges
 from clvla.policies.weights import save_base, save_policy
 from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
@@ -34,10 +35,10 @@ from clvla.train.config import TrainConfig, resolve
 from clvla.train.learner import train_cl
 
 torch.set_num_threads(1)
-FAMILIES = {"qwenoft": "l1", "qwengr00t": "flow", "paligemmaoft": "l1"}   # family -> its head
+FAMILIES = {"qwenoft": "l1", "qwengr00t": "flow", "paligemmaoft": "l1", "llamaoft": "l1"}   # family -> its head
 TINY = [f"{name}-tiny" for name in FAMILIES]
 PICTURE = 3, 2   # tokens in a row of two pictures
-MARK = {"qwen": "<|image_pad|>", "paligemma": "<image>"}   # trunk -> a mark of its text
+MARK = {"qwen": "<|image_pad|>", "paligemma": "<image>", "llama": "<|image|>"}   # trunk -> a mark of its text
 
 
 def trunk(name): return next(k for k in MARK if name.startswith(k))
@@ -162,19 +163,19 @@ def test_weights_are_a_function_of_the_seed():
     assert not torch.equal(a.queries, make_policy("qwenoft-tiny", 32, seed=3).queries)
 
 
-SIZES = {"qwen": {IMAGE: 48, WRIST: 32}, "paligemma": {IMAGE: 32, WRIST: 32}}   # of two cameras
-SIDES = {"qwen": dict(front=3, wrist=2), "paligemma": dict(front=4, wrist=4)}     # tokens in a row
+# trunk -> sizes of two cameras, and tokens of their pictures
+CAMERAS = {"qwen": ({IMAGE: 48, WRIST: 32}, [9, 4]), "paligemma": ({IMAGE: 32, WRIST: 32}, [16, 16]), "llama": ({IMAGE: 32, WRIST: 32}, [1, 1])}
 
 
 def test_two_cameras(policy):
     "Each sample's pictures are put together before the next one's; they differ in size where the model reads several sizes."
     name = name_of(policy)
-    pixels, sides = SIZES[trunk(name)], SIDES[trunk(name)]
+    pixels, tokens = CAMERAS[trunk(name)]
     p = make_policy(name, pixels)
     b = make_batch(3, pixels[IMAGE]) | {WRIST: make_batch(3, pixels[WRIST], seed=1)[IMAGE]}
-    assert camera_keys(pixels) == [IMAGE, WRIST] and picture_sides(p.shape, p.pixels) == sides
+    assert camera_keys(pixels) == [IMAGE, WRIST] == list(p.pixels)
     sizes = {k: s.stop-s.start for k, s in p.encode(b).spans.items() if k.startswith("image")}
-    assert sizes == {f"image.{k}": g*g for k, g in sides.items()}
+    assert sizes == {"image.front": tokens[0], "image.wrist": tokens[1]}
     assert torch.allclose(chunk(p, take(b, [0]))[0], chunk(p, b)[0], atol=1e-5)
     other = b | {WRIST: b[WRIST].clone()}
     other[WRIST][1] = 0
@@ -220,20 +221,62 @@ def paligemma_inputs(b):
     return {k: v for k, v in said.items() if k != "labels"}
 
 
-INPUTS = {"qwen": qwen_inputs, "paligemma": paligemma_inputs}
+def llama_inputs(b, tiles=1):
+    "What the stock processor makes of a batch, padded on the left."
+    from transformers import MllamaImageProcessor, MllamaProcessor
+    h = b[IMAGE].shape[-1]
+    pictures = MllamaImageProcessor(size=dict(height=h, width=h), max_image_tiles=tiles, image_mean=CLIP_MEAN, image_std=CLIP_STD)
+    stock = MllamaProcessor(pictures, tiny_llama_tokenizer())
+    return dict(stock(images=[[x] for x in b[IMAGE]], text=["<|image|>"+text for text in b[PROMPT]], padding=True, return_tensors="pt"))
+
+
+INPUTS = {"qwen": qwen_inputs, "paligemma": paligemma_inputs, "llama": llama_inputs}
+
+
+def same_rows(policy, b, said):
+    "The policy's rows up to the state are those that the stock model makes of the stock processor's inputs."
+    stock = policy.vlm(**said, use_cache=False).last_hidden_state
+    seen = policy.encode(b)
+    assert said["attention_mask"].sum(1).unique().numel() == len(b[PROMPT])   # there is padding
+    for i in range(len(b[PROMPT])):
+        there, here = stock[i, said["attention_mask"][i].bool()], seen.tokens[i, seen.mask[i]]
+        assert torch.allclose(here[:len(there)], there, atol=1e-5)
+        assert len(here) == len(there)+policy.chat.n_own
 
 
 def test_the_turn_has_the_rows_of_the_stock_model_with_left_padding(policy):
     "Stock processor, padding and positions: the same rows up to the state."
     b = data(B=2)
-    said = INPUTS[trunk(name_of(policy))](b)
-    stock = policy.vlm(**said, use_cache=False).last_hidden_state
-    seen = policy.encode(b)
-    assert said["attention_mask"].sum(1).unique().numel() == 2
-    for i in range(2):
-        there, here = stock[i, said["attention_mask"][i].bool()], seen.tokens[i, seen.mask[i]]
-        assert torch.allclose(here[:len(there)], there, atol=1e-5)
-        assert len(here) == len(there)+policy.chat.n_own
+    same_rows(policy, b, INPUTS[trunk(name_of(policy))](b))
+
+
+def test_a_tower_with_places_for_four_tiles_gets_one_and_three_empty_ones():
+    "As the published one has them."
+    vision = {k: v for k, v in LLAMA_TINY.vision.items() if k != "supported_aspect_ratios"} | dict(max_num_tiles=4)
+    torch.manual_seed(0)
+    p = type("Tiles", (policies["llamaoft-tiny"],), dict(shape=replace(LLAMA_TINY, vision=vision)))(32, state_dim=4, action_dim=4)
+    b = data(B=2)
+    same_rows(p, b, llama_inputs(b, tiles=4))
+    assert p.tiles(b)["pixel_values"].shape == (2, 1, 4, 3, 32, 32) and not p.tiles(b)["pixel_values"][:, :, 1:].any()
+
+
+def test_two_pictures_are_seen_from_their_marks_on():
+    "By the stock processor's rule, and with it the same rows."
+    from transformers import MllamaImageProcessor, MllamaProcessor
+    p, b = make_policy("llamaoft-tiny", {IMAGE: 32, WRIST: 32}), data(B=2) | {WRIST: make_batch(2, 32, seed=1)[IMAGE]}
+    stock = MllamaProcessor(MllamaImageProcessor(size=dict(height=32, width=32), max_image_tiles=1, image_mean=CLIP_MEAN, image_std=CLIP_STD),
+                            tiny_llama_tokenizer())
+    pairs, texts = [[b[IMAGE][i], b[WRIST][i]] for i in range(2)], ["<|image|>"*2+text for text in b[PROMPT]]
+    same_rows(p, b, dict(stock(images=pairs, text=texts, padding=True, return_tensors="pt")))
+    moved = (p.encode(b | {WRIST: 255-b[WRIST]}).tokens-p.encode(b).tokens).abs().amax((0, 2))
+    assert moved[0] == 0 and moved[1:].min() > 1e-5
+
+
+def test_closed_gates_are_blind():
+    "Which the stock class begins with, so the tiny size opens them."
+    p, b = deepcopy(make_policy("llamaoft-tiny", 32)), data()
+    open_gates(p.vlm, 0.)
+    assert torch.equal(chunk(p, b), chunk(p, b | {IMAGE: 255-b[IMAGE]}))
 
 
 def test_the_prefix_attends_both_ways_and_the_suffix_from_left_to_right():
@@ -256,18 +299,22 @@ def test_words_are_scaled_once_and_pictures_not_at_all():
     keep = p.vlm.language_model.register_forward_pre_hook(lambda m, args, kw: seen.update(x=kw["inputs_embeds"]), with_kwargs=True)
     spans, ids = p.encode(b).spans, p.chat.rows(b[PROMPT])[0]
     keep.remove()
-    table, tower = p.vlm.get_input_embeddings().weight, p.vlm.vision_tower(picture_values(b[IMAGE])).last_hidden_state
+    table, tower = p.vlm.get_input_embeddings().weight, p.vlm.vision_tower(normalise(b[IMAGE], HALF, HALF)).last_hidden_state
     assert torch.allclose(seen["x"][:, spans["words"]], table[ids[:, spans["words"]]]*96**.5, atol=1e-5)
     assert torch.allclose(seen["x"][:, spans["image.front"]], p.vlm.multi_modal_projector(tower), atol=1e-5)
     assert torch.allclose(seen["x"][:, spans["state"].start], p.state(b[STATE]), atol=1e-5)
 
 
-def test_values_are_those_of_the_stock_siglip_processor():
-    from transformers import SiglipImageProcessor
+def test_values_are_those_of_the_stock_image_processors():
+    from transformers import MllamaImageProcessor, SiglipImageProcessor
     for size in (48, 224):
         images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8, generator=torch_rng(0, "images"))
         stock = SiglipImageProcessor(size=dict(height=size, width=size))(list(images), return_tensors="pt")
-        assert torch.allclose(picture_values(images), stock["pixel_values"], atol=1e-5)
+        assert torch.allclose(normalise(images, HALF, HALF), stock["pixel_values"], atol=1e-5)
+        tiles = MllamaImageProcessor(size=dict(height=size, width=size), max_image_tiles=4, image_mean=CLIP_MEAN, image_std=CLIP_STD)
+        stock = tiles([[x] for x in images], return_tensors="pt")
+        assert torch.allclose(normalise(images, CLIP_MEAN, CLIP_STD), stock["pixel_values"][:, 0, 0], atol=1e-5)
+        assert stock["aspect_ratio_mask"].tolist() == [[[1, 0, 0, 0]]]*2 and stock["aspect_ratio_ids"].tolist() == [[1]]*2
 
 
 def test_each_instruction_is_tokenised_once(monkeypatch):
@@ -285,7 +332,7 @@ def test_prepared_batches_give_the_same_to_the_bit(policy):
     assert torch.equal(chunk(policy, mixed), chunk(policy, take(data(), [0, 3, 4])))
 
 
-@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, tiny_gemma_tokenizer])
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, tiny_gemma_tokenizer, tiny_llama_tokenizer])
 def test_any_text_is_tokenised_and_no_word_is_lost(tokenizer):
     t = tokenizer()
     assert len(t) <= 1024 and [len(t.encode(form)) for form in ("drawer", " drawer", "a", " a")] == [1]*4
@@ -297,6 +344,8 @@ def test_words_are_joined_from_their_letters():
     assert [join_pairs(list(w), merges) for w in ("stop", "tops", "Xtop", SPACE+"top")] == [["stop"], ["top", "s"], ["X", "top"], [SPACE+"top"]]
     assert tiny_tokenizer().convert_tokens_to_ids("<|image_pad|>") == QWEN_TINY.marks["image_token_id"]
     assert tiny_gemma_tokenizer().image_token_id == PALIGEMMA_TINY.marks["image_token_index"]
+    assert tiny_llama_tokenizer().convert_tokens_to_ids("<|image|>") == LLAMA_TINY.marks["image_token_index"]
+    assert [tiny_llama_tokenizer().pad_token_id, tiny_llama_tokenizer().bos_token_id] == [LLAMA_TINY.text[k] for k in ("pad_token_id", "bos_token_id")]
 
 
 # --- the published size
@@ -308,8 +357,12 @@ PUBLISHED = {
     "paligemma": (2_923_466_480, 603, {
         "language_model.embed_tokens": (257216, 2048), "vision_tower.embeddings.patch_embedding": (1152, 3, 14, 14),
         "vision_tower.embeddings.position_embedding": (256, 1152), "multi_modal_projector.linear": (2048, 1152),
-        "language_model.layers.17.self_attn.k_proj": (256, 2048), "vision_tower.encoder.layers.26.mlp.fc1": (4304, 1152)})}
-HEADS = dict(qwenoft=42_012_679, qwengr00t=153_609_735, paligemmaoft=42_012_679)
+        "language_model.layers.17.self_attn.k_proj": (256, 2048), "vision_tower.encoder.layers.26.mlp.fc1": (4304, 1152)}),
+    "llama": (10_642_941_475 - 128256*4096, 905, {   # without the rows that predict words
+        "language_model.embed_tokens": (128264, 4096), "vision_model.patch_embedding": (1280, 3, 14, 14),
+        "vision_model.gated_positional_embedding.tile_embedding": (9, 4*1025*1280), "multi_modal_projector": (4096, 7680),
+        "language_model.layers.38.cross_attn.k_proj": (1024, 4096), "language_model.layers.39.self_attn.k_proj": (1024, 4096)})}
+HEADS = dict(qwenoft=42_012_679, qwengr00t=153_609_735, paligemmaoft=42_012_679, llamaoft=167_911_431)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -325,8 +378,9 @@ def test_the_published_size_has_the_published_number_of_parameters(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_published_size_is_refused_until_its_weights_can_be_read(name):
-    with pytest.raises(ValueError, match="cannot read published weights.*add -tiny"): make_policy(name, 224)
-    with pytest.raises(ValueError, match="takes (56, 84|224)"): make_policy(name, 48)
+    size = policies[name].image_sizes[-1]
+    with pytest.raises(ValueError, match="cannot read published weights.*add -tiny"): make_policy(name, size)
+    with pytest.raises(ValueError, match="takes (56, 84|224|448)"): make_policy(name, 48)
 
 
 # --- refused at the door
@@ -360,8 +414,9 @@ def test_wrong_heads_and_settings_are_named():
     with pytest.raises(ValueError, match="3 pictures take 588 tokens.*the model reads 512"): policies["qwenoft-tiny"].check(image_size=three)
 
 
-def test_cameras_of_two_sizes_are_refused_where_the_model_reads_one():
-    with pytest.raises(ValueError, match="pictures of one size.*render all cameras"): policies["paligemmaoft-tiny"].check(image_size={IMAGE: 48, WRIST: 32})
+@pytest.mark.parametrize("name", ["paligemmaoft-tiny", "llamaoft-tiny"])
+def test_cameras_of_two_sizes_are_refused_where_the_model_reads_one(name):
+    with pytest.raises(ValueError, match="pictures of one size.*render all cameras"): policies[name].check(image_size={IMAGE: 48, WRIST: 32})
 
 
 def test_an_instruction_longer_than_the_context_is_refused(policy):
@@ -386,7 +441,7 @@ def test_storing_in_a_fresh_process_and_importing_nothing_early(tmp_path):
     "The families' modules load transformers when a trunk is built, not before."
     for name in TINY: save_policy(make_policy(name, 32, seed=4), name, tmp_path/name)
     code = f"""import sys; sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})
-import json, clvla.train.learner, clvla.policies.vlm.qwenoft, clvla.policies.vlm.qwengr00t, clvla.policies.vlm.paligemmaoft
+import json, clvla.train.learner, clvla.policies.vlm.qwenoft, clvla.policies.vlm.qwengr00t, clvla.policies.vlm.paligemmaoft, clvla.policies.vlm.llamaoft
 from clvla.policies.all import policies
 [policies[name].check(image_size=32) for name in {TINY!r}]
 assert "transformers" not in sys.modules
@@ -425,7 +480,7 @@ def test_adapters_train_the_rest_stays_to_the_bit_and_merging_changes_no_chunk(n
     back = load_policy(save_policy(p, name, tmp_path/"checkpoints"/"000"))
     assert torch.equal(chunk(back, data()), chunk(p, data()))
     largest = policies[name].largest_rank(image_size=32)
-    assert largest == dict(qwen=256, paligemma=96)[trunk(name)]
+    assert largest == dict(qwen=256, paligemma=96, llama=96)[trunk(name)]
     with pytest.raises(ValueError, match=f"at most {largest}"): add_lora(make_policy(name, 32), largest+1)
 
 
