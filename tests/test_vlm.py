@@ -531,13 +531,18 @@ def test_the_regression_reads_each_query_by_itself():
 
 
 # --- it sees and hears
+ONE_LAYER = {"qwen": dict(depth=1, fullatt_block_indexes=[0]), "paligemma": dict(num_hidden_layers=1),
+             "llama": dict(num_hidden_layers=1, intermediate_layers_indices=[0])}
+
+
 def smaller(name):
     "The family at a size at which the squares take seconds."
-    shape = replace(QWEN_TINY, vision=QWEN_TINY.vision | dict(depth=1, fullatt_block_indexes=[0]))
-    return type("Smaller", (policies[name],), dict(shape=shape))
+    shape = policies[name].shape
+    return type("Smaller", (policies[name],), dict(shape=replace(shape, vision=shape.vision | ONE_LAYER[trunk(name)])))
 
 
-@pytest.mark.parametrize("name,lr,steps", [("qwenoft-tiny", 1.5e-3, 600), ("qwengr00t-tiny", 2e-3, 500)])
+@pytest.mark.parametrize("name,lr,steps", [("qwenoft-tiny", 1.5e-3, 600), ("qwengr00t-tiny", 2e-3, 500),
+                                           ("paligemmaoft-tiny", 2e-3, 600), ("llamaoft-tiny", 3e-3, 500)])
 def test_it_goes_to_the_square_that_the_sentence_names(name, lr, steps):
     "Where the squares are is in the picture only, and which one is meant in the sentence only."
     torch.manual_seed(0)
