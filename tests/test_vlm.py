@@ -1,5 +1,5 @@
-"""The families on a stock Qwen2.5-VL: what every policy promises, equality with the stock processor and positions, the published size
-without its memory, adapters, and runs that go on after a crash."""
+"""The families on stock vision-language models: what every policy promises, equality with the stock processor and positions, the
+published sizes without their memory, adapters, and runs that go on after a crash."""
 import json
 import subprocess
 import sys
@@ -21,10 +21,12 @@ from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
 from clvla.policies.all import build_policy, check_policy, head_for, load_policy, make_policy, policies
 from clvla.policies.base import Context, n_params, param_groups
 from clvla.policies.lora import add_lora, merge_lora
-from clvla.policies.vlm.qwen import (PATCHES, QWEN_TINY, SPACE, Chat, camera_keys, join_pairs, make_trunk, patches, picture_sides,
-    tiny_tokenizer, word_merges)
+from clvla.policies.vlm.llamaoft import LLAMA_TINY, open_gates, tiny_llama_tokenizer
+from clvla.policies.vlm.oft import OFTHead
+from clvla.policies.vlm.paligemmaoft import HALF, PALIGEMMA_TINY, tiny_gemma_tokenizer
+from clvla.policies.vlm.qwen import QWEN_TINY, Chat, make_trunk, patches, tiny_tokenizer
 from clvla.policies.vlm.qwengr00t import DiTHead
-from clvla.policies.vlm.qwenoft import OFTHead
+from clvla.policies.vlm.trunk import CLIP_MEAN, CLIP_STD, PATCHES, SPACE, camera_keys, join_pairs, normalise, word_merges
 from clvla.policies.weights import save_base, save_policy
 from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
@@ -33,9 +35,14 @@ from clvla.train.config import TrainConfig, resolve
 from clvla.train.learner import train_cl
 
 torch.set_num_threads(1)
-FAMILIES = {"qwenoft": "l1", "qwengr00t": "flow"}   # family -> its head
+FAMILIES = {"qwenoft": "l1", "qwengr00t": "flow", "paligemmaoft": "l1", "llamaoft": "l1"}   # family -> its head
 TINY = [f"{name}-tiny" for name in FAMILIES]
 PICTURE = 3, 2   # tokens in a row of two pictures
+MARK = {"qwen": "<|image_pad|>", "paligemma": "<image>", "llama": "<|image|>"}   # trunk -> a mark of its text
+
+
+def trunk(name): return next(k for k in MARK if name.startswith(k))
+def name_of(policy): return next(k for k in TINY if type(policy) is policies[k])
 
 
 @pytest.fixture(params=TINY, scope="module")
@@ -139,10 +146,14 @@ def test_several_chunks_of_one_encoding():
 @pytest.mark.parametrize("change,match", [
     (lambda b: b | {IMAGE: torch.zeros(5, 3, 48, 48, dtype=torch.uint8)}, r"\(B,3,32,32\)"), (lambda b: b | {IMAGE: b[IMAGE].float()}, "uint8"),
     (lambda b: b | {STATE: torch.zeros(5, 39)}, r"built for \(B,4\)"), (lambda b: b | {ACTION: torch.zeros(5, 8, 7)}, r"built for \(B,8,4\)"),
-    (lambda b: {k: v for k, v in b.items() if k != IMAGE}, "lacks"), (lambda b: b | {PROMPT: ["a <|image_pad|>"]*5}, "a mark of the chat")],
-    ids=["image size", "image type", "state size", "action size", "no image", "a mark"])
+    (lambda b: {k: v for k, v in b.items() if k != IMAGE}, "lacks")],
+    ids=["image size", "image type", "state size", "action size", "no image"])
 def test_a_batch_that_does_not_fit_is_named(policy, change, match):
     with pytest.raises(ValueError, match=match): policy(change(data()), **dict(zip(("noise", "time"), policy.draw(5))))
+
+
+def test_a_mark_in_an_instruction_is_refused(policy):
+    with pytest.raises(ValueError, match="a mark of the chat"): chunk(policy, data() | {PROMPT: ["a "+MARK[trunk(name_of(policy))]]*5})
 
 
 def test_weights_are_a_function_of_the_seed():
@@ -152,13 +163,19 @@ def test_weights_are_a_function_of_the_seed():
     assert not torch.equal(a.queries, make_policy("qwenoft-tiny", 32, seed=3).queries)
 
 
-def test_two_cameras_of_different_sizes(policy):
-    "Each sample's pictures are put together before the next one's."
-    p = make_policy(next(k for k in TINY if type(policy) is policies[k]), {IMAGE: 48, WRIST: 32})
-    b = make_batch(3, 48) | {WRIST: make_batch(3, 32, seed=1)[IMAGE]}
-    assert camera_keys({IMAGE: 48, WRIST: 32}) == [IMAGE, WRIST] and picture_sides(QWEN_TINY, p.pixels) == dict(front=3, wrist=2)
+# trunk -> sizes of two cameras, and tokens of their pictures
+CAMERAS = {"qwen": ({IMAGE: 48, WRIST: 32}, [9, 4]), "paligemma": ({IMAGE: 32, WRIST: 32}, [16, 16]), "llama": ({IMAGE: 32, WRIST: 32}, [1, 1])}
+
+
+def test_two_cameras(policy):
+    "Each sample's pictures are put together before the next one's; they differ in size where the model reads several sizes."
+    name = name_of(policy)
+    pixels, tokens = CAMERAS[trunk(name)]
+    p = make_policy(name, pixels)
+    b = make_batch(3, pixels[IMAGE]) | {WRIST: make_batch(3, pixels[WRIST], seed=1)[IMAGE]}
+    assert camera_keys(pixels) == [IMAGE, WRIST] == list(p.pixels)
     sizes = {k: s.stop-s.start for k, s in p.encode(b).spans.items() if k.startswith("image")}
-    assert sizes == {"image.front": 9, "image.wrist": 4}
+    assert sizes == {"image.front": tokens[0], "image.wrist": tokens[1]}
     assert torch.allclose(chunk(p, take(b, [0]))[0], chunk(p, b)[0], atol=1e-5)
     other = b | {WRIST: b[WRIST].clone()}
     other[WRIST][1] = 0
@@ -183,21 +200,121 @@ def test_patches_are_those_of_the_stock_image_processor():
         assert torch.allclose(x, stock["pixel_values"], atol=1e-5) and stock["image_grid_thw"].tolist() == [[1, size//p, size//p]]*2
 
 
-def test_the_turn_has_the_rows_of_the_stock_model_with_left_padding(policy):
-    "Stock template, tokenizer, image processor, padding and positions: the same rows up to the state."
+def qwen_inputs(b):
+    "What the stock template, tokenizer and image processor make of a batch, padded on the left."
     from transformers import Qwen2VLImageProcessor
-    b, tokenizer = data(B=2), tiny_tokenizer()
+    tokenizer = tiny_tokenizer()
     pictures = Qwen2VLImageProcessor(patch_size=8, min_pixels=256)(list(b[IMAGE]), return_tensors="pt")
     turn = lambda text: [dict(role="user", content=[dict(type="image"), dict(type="text", text=text)])]
     texts = [tokenizer.apply_chat_template(turn(t), tokenize=False, add_generation_prompt=True) for t in b[PROMPT]]
     texts = [t.replace("<|image_pad|>", "<|image_pad|>"*4) for t in texts]
     said = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False)
-    stock = policy.vlm(**said, **pictures, mm_token_type_ids=(said["input_ids"] == 5).int(), use_cache=False).last_hidden_state
+    return dict(**said, **pictures, mm_token_type_ids=(said["input_ids"] == 5).int())
+
+
+def paligemma_inputs(b):
+    "What the stock processor makes of a batch, padded on the left."
+    from transformers import PaliGemmaProcessor, SiglipImageProcessor
+    h = b[IMAGE].shape[-1]
+    stock = PaliGemmaProcessor(SiglipImageProcessor(size=dict(height=h, width=h), image_seq_length=(h//8)**2), deepcopy(tiny_gemma_tokenizer()))
+    said = stock(images=[[x] for x in b[IMAGE]], text=["<image>"+text for text in b[PROMPT]], padding=True, return_tensors="pt")
+    return {k: v for k, v in said.items() if k != "labels"}
+
+
+def llama_inputs(b, tiles=1):
+    "What the stock processor makes of a batch, padded on the left."
+    from transformers import MllamaImageProcessor, MllamaProcessor
+    h = b[IMAGE].shape[-1]
+    pictures = MllamaImageProcessor(size=dict(height=h, width=h), max_image_tiles=tiles, image_mean=CLIP_MEAN, image_std=CLIP_STD)
+    stock = MllamaProcessor(pictures, tiny_llama_tokenizer())
+    return dict(stock(images=[[x] for x in b[IMAGE]], text=["<|image|>"+text for text in b[PROMPT]], padding=True, return_tensors="pt"))
+
+
+INPUTS = {"qwen": qwen_inputs, "paligemma": paligemma_inputs, "llama": llama_inputs}
+
+
+def same_rows(policy, b, said):
+    "The policy's rows up to the state are those that the stock model makes of the stock processor's inputs."
+    stock = policy.vlm(**said, use_cache=False).last_hidden_state
     seen = policy.encode(b)
-    for i in range(2):
+    assert said["attention_mask"].sum(1).unique().numel() == len(b[PROMPT])   # there is padding
+    for i in range(len(b[PROMPT])):
         there, here = stock[i, said["attention_mask"][i].bool()], seen.tokens[i, seen.mask[i]]
         assert torch.allclose(here[:len(there)], there, atol=1e-5)
         assert len(here) == len(there)+policy.chat.n_own
+
+
+def test_the_turn_has_the_rows_of_the_stock_model_with_left_padding(policy):
+    "Stock processor, padding and positions: the same rows up to the state."
+    b = data(B=2)
+    same_rows(policy, b, INPUTS[trunk(name_of(policy))](b))
+
+
+def test_a_tower_with_places_for_four_tiles_gets_one_and_three_empty_ones():
+    "As the published one has them."
+    vision = {k: v for k, v in LLAMA_TINY.vision.items() if k != "supported_aspect_ratios"} | dict(max_num_tiles=4)
+    torch.manual_seed(0)
+    p = type("Tiles", (policies["llamaoft-tiny"],), dict(shape=replace(LLAMA_TINY, vision=vision)))(32, state_dim=4, action_dim=4)
+    b = data(B=2)
+    same_rows(p, b, llama_inputs(b, tiles=4))
+    assert p.tiles(b)["pixel_values"].shape == (2, 1, 4, 3, 32, 32) and not p.tiles(b)["pixel_values"][:, :, 1:].any()
+
+
+def test_two_pictures_are_seen_from_their_marks_on():
+    "By the stock processor's rule, and with it the same rows."
+    from transformers import MllamaImageProcessor, MllamaProcessor
+    p, b = make_policy("llamaoft-tiny", {IMAGE: 32, WRIST: 32}), data(B=2) | {WRIST: make_batch(2, 32, seed=1)[IMAGE]}
+    stock = MllamaProcessor(MllamaImageProcessor(size=dict(height=32, width=32), max_image_tiles=1, image_mean=CLIP_MEAN, image_std=CLIP_STD),
+                            tiny_llama_tokenizer())
+    pairs, texts = [[b[IMAGE][i], b[WRIST][i]] for i in range(2)], ["<|image|>"*2+text for text in b[PROMPT]]
+    same_rows(p, b, dict(stock(images=pairs, text=texts, padding=True, return_tensors="pt")))
+    moved = (p.encode(b | {WRIST: 255-b[WRIST]}).tokens-p.encode(b).tokens).abs().amax((0, 2))
+    assert moved[0] == 0 and moved[1:].min() > 1e-5
+
+
+def test_closed_gates_are_blind():
+    "Which the stock class begins with, so the tiny size opens them."
+    p, b = deepcopy(make_policy("llamaoft-tiny", 32)), data()
+    open_gates(p.vlm, 0.)
+    assert torch.equal(chunk(p, b), chunk(p, b | {IMAGE: 255-b[IMAGE]}))
+
+
+def test_the_prefix_attends_both_ways_and_the_suffix_from_left_to_right():
+    p, b = make_policy("paligemmaoft-tiny", 32), data(B=2)
+    change = lambda other: (p.encode(b | other).tokens-p.encode(b).tokens).abs().amax((0, 2))
+    spans = p.encode(b).spans
+    words, state = change({PROMPT: [text.replace("drawer", "window") for text in b[PROMPT]]}), change({STATE: b[STATE]+1})
+    assert words[spans["image.front"]].min() > 1e-4 and words[spans["queries"]].min() > 1e-4
+    assert state[:spans["state"].start].max() == 0 and state[spans["state"].start:].min() > 1e-4
+    kept = p.queries.data[3].clone()
+    before = p.encode(b).tokens
+    with torch.no_grad(): p.queries[3] += 1
+    moved = (p.encode(b).tokens-before).abs().amax((0, 2))[spans["queries"]]
+    assert moved[:3].max() == 0 and moved[3:].min() > 1e-4 and not torch.equal(kept, p.queries[3])
+
+
+def test_words_are_scaled_once_and_pictures_not_at_all():
+    "The text model's input: rows of the table times the root of the width; the projector's rows; the state's row."
+    p, b, seen = make_policy("paligemmaoft-tiny", 32), data(B=2), {}
+    keep = p.vlm.language_model.register_forward_pre_hook(lambda m, args, kw: seen.update(x=kw["inputs_embeds"]), with_kwargs=True)
+    spans, ids = p.encode(b).spans, p.chat.rows(b[PROMPT])[0]
+    keep.remove()
+    table, tower = p.vlm.get_input_embeddings().weight, p.vlm.vision_tower(normalise(b[IMAGE], HALF, HALF)).last_hidden_state
+    assert torch.allclose(seen["x"][:, spans["words"]], table[ids[:, spans["words"]]]*96**.5, atol=1e-5)
+    assert torch.allclose(seen["x"][:, spans["image.front"]], p.vlm.multi_modal_projector(tower), atol=1e-5)
+    assert torch.allclose(seen["x"][:, spans["state"].start], p.state(b[STATE]), atol=1e-5)
+
+
+def test_values_are_those_of_the_stock_image_processors():
+    from transformers import MllamaImageProcessor, SiglipImageProcessor
+    for size in (48, 224):
+        images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8, generator=torch_rng(0, "images"))
+        stock = SiglipImageProcessor(size=dict(height=size, width=size))(list(images), return_tensors="pt")
+        assert torch.allclose(normalise(images, HALF, HALF), stock["pixel_values"], atol=1e-5)
+        tiles = MllamaImageProcessor(size=dict(height=size, width=size), max_image_tiles=4, image_mean=CLIP_MEAN, image_std=CLIP_STD)
+        stock = tiles([[x] for x in images], return_tensors="pt")
+        assert torch.allclose(normalise(images, CLIP_MEAN, CLIP_STD), stock["pixel_values"][:, 0, 0], atol=1e-5)
+        assert stock["aspect_ratio_mask"].tolist() == [[[1, 0, 0, 0]]]*2 and stock["aspect_ratio_ids"].tolist() == [[1]]*2
 
 
 def test_each_instruction_is_tokenised_once(monkeypatch):
@@ -210,36 +327,60 @@ def test_each_instruction_is_tokenised_once(monkeypatch):
 
 def test_prepared_batches_give_the_same_to_the_bit(policy):
     b = policy.prepare(data())
-    assert b[PATCHES+IMAGE].shape == (5, 16, 3, 8, 8) and torch.equal(chunk(policy, b), chunk(policy, data()))
+    assert b[PATCHES+IMAGE].shape[0] == 5 and b[PATCHES+IMAGE][0].numel() == 3*32*32 and torch.equal(chunk(policy, b), chunk(policy, data()))
     mixed = take(cat(take(b, [3, 4]), take(b, [0])), [2, 0, 1])   # as replay puts batches together
     assert torch.equal(chunk(policy, mixed), chunk(policy, take(data(), [0, 3, 4])))
 
 
-def test_any_text_is_tokenised_and_no_word_is_lost():
-    t = tiny_tokenizer()
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, tiny_gemma_tokenizer, tiny_llama_tokenizer])
+def test_any_text_is_tokenised_and_no_word_is_lost(tokenizer):
+    t = tokenizer()
+    assert len(t) <= 1024 and [len(t.encode(form)) for form in ("drawer", " drawer", "a", " a")] == [1]*4
     for text in ("open the drawer", "Ouvre le tiroir \u00e0 gauche!", "\u6253\u5f00\u62bd\u5c49 42", "a\n\tb"): assert t.decode(t.encode(text)) == text
+
+
+def test_words_are_joined_from_their_letters():
     merges = word_merges(["to", "top", "stop"])
     assert [join_pairs(list(w), merges) for w in ("stop", "tops", "Xtop", SPACE+"top")] == [["stop"], ["top", "s"], ["X", "top"], [SPACE+"top"]]
-    assert len(t) <= QWEN_TINY.text["vocab_size"] and t.convert_tokens_to_ids("<|image_pad|>") == QWEN_TINY.marks["image_token_id"]
+    assert tiny_tokenizer().convert_tokens_to_ids("<|image_pad|>") == QWEN_TINY.marks["image_token_id"]
+    assert tiny_gemma_tokenizer().image_token_id == PALIGEMMA_TINY.marks["image_token_index"]
+    assert tiny_llama_tokenizer().convert_tokens_to_ids("<|image|>") == LLAMA_TINY.marks["image_token_index"]
+    assert [tiny_llama_tokenizer().pad_token_id, tiny_llama_tokenizer().bos_token_id] == [LLAMA_TINY.text[k] for k in ("pad_token_id", "bos_token_id")]
 
 
 # --- the published size
+# trunk -> its numbers, its parameters, and the shapes of some
+PUBLISHED = {
+    "qwen": (3_754_622_976, 824, {
+        "language_model.embed_tokens": (151936, 2048), "visual.patch_embed.proj": (1280, 3, 2, 14, 14),
+        "visual.merger.mlp.2": (2048, 5120), "language_model.layers.35.self_attn.k_proj": (256, 2048)}),
+    "paligemma": (2_923_466_480, 603, {
+        "language_model.embed_tokens": (257216, 2048), "vision_tower.embeddings.patch_embedding": (1152, 3, 14, 14),
+        "vision_tower.embeddings.position_embedding": (256, 1152), "multi_modal_projector.linear": (2048, 1152),
+        "language_model.layers.17.self_attn.k_proj": (256, 2048), "vision_tower.encoder.layers.26.mlp.fc1": (4304, 1152)}),
+    "llama": (10_642_941_475 - 128256*4096, 905, {   # without the rows that predict words
+        "language_model.embed_tokens": (128264, 4096), "vision_model.patch_embedding": (1280, 3, 14, 14),
+        "vision_model.gated_positional_embedding.tile_embedding": (9, 4*1025*1280), "multi_modal_projector": (4096, 7680),
+        "language_model.layers.38.cross_attn.k_proj": (1024, 4096), "language_model.layers.39.self_attn.k_proj": (1024, 4096)})}
+HEADS = dict(qwenoft=42_012_679, qwengr00t=153_609_735, paligemmaoft=42_012_679, llamaoft=167_911_431)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_published_size_has_the_published_number_of_parameters(name):
+    numbers, parameters, some = PUBLISHED[trunk(name)]
     with torch.device("meta"): p = policies[name]()
-    assert (n_params(p.vlm), len(list(p.vlm.parameters()))) == (3_754_622_976, 824)
-    assert n_params(p.head) == dict(qwenoft=42_012_679, qwengr00t=153_609_735)[name]
+    assert (n_params(p.vlm), len(list(p.vlm.parameters()))) == (numbers, parameters) and n_params(p.head) == HEADS[name]
     assert not any("lm_head" in k for k, _ in p.named_modules()) and p.pretrained() == ["vlm."] and p.lr_of(1e-4) == {"vlm": 1e-5}
     shapes = {k: tuple(q.shape) for k, q in p.vlm.named_parameters()}
-    assert shapes["language_model.embed_tokens.weight"] == (151936, 2048) and shapes["visual.patch_embed.proj.weight"] == (1280, 3, 2, 14, 14)
-    assert shapes["visual.merger.mlp.2.weight"] == (2048, 5120) and shapes["language_model.layers.35.self_attn.k_proj.weight"] == (256, 2048)
+    assert {k: shapes[k+".weight"] for k in some} == some
     with torch.device("meta"): assert policies[name].largest_rank() == max(min(p.get_submodule(n).weight.shape) for n in p.lora_targets())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_published_size_is_refused_until_its_weights_can_be_read(name):
-    with pytest.raises(ValueError, match="cannot read published weights.*add -tiny"): make_policy(name, 224)
-    with pytest.raises(ValueError, match="takes 56, 84"): make_policy(name, 48)
+    size = policies[name].image_sizes[-1]
+    with pytest.raises(ValueError, match="cannot read published weights.*add -tiny"): make_policy(name, size)
+    with pytest.raises(ValueError, match="takes (56, 84|224|448)"): make_policy(name, 48)
 
 
 # --- refused at the door
@@ -252,9 +393,9 @@ class Run(SimpleNamespace):
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("kw,match", [
     (dict(image_size=50), "takes 32, 48"), (dict(head="discrete"), "no head 'discrete'"), (dict(model_kw=dict(D=96)), "no argument 'D'"),
-    (dict(lora_rank=300), "at most 256"),
+    (dict(lora_rank=300), "at most (256|96)"),
     (dict(model_kw=dict(cameras=["front"])), "begin with"),
-    (dict(model_kw=dict(cameras=[IMAGE, WRIST]), image_size=224), "")], ids=str)
+    (dict(model_kw=dict(cameras=[IMAGE, WRIST]), image_size=112), "")], ids=str)
 def test_settings_are_refused_without_building(name, kw, match, monkeypatch):
     made = []
     monkeypatch.setattr(torch.nn.Parameter, "__new__", lambda *a, **k: made.append(1))
@@ -273,14 +414,19 @@ def test_wrong_heads_and_settings_are_named():
     with pytest.raises(ValueError, match="3 pictures take 588 tokens.*the model reads 512"): policies["qwenoft-tiny"].check(image_size=three)
 
 
+@pytest.mark.parametrize("name", ["paligemmaoft-tiny", "llamaoft-tiny"])
+def test_cameras_of_two_sizes_are_refused_where_the_model_reads_one(name):
+    with pytest.raises(ValueError, match="pictures of one size.*render all cameras"): policies[name].check(image_size={IMAGE: 48, WRIST: 32})
+
+
 def test_an_instruction_longer_than_the_context_is_refused(policy):
     policy.check_prompts([SHORT, "go "*200])
-    with pytest.raises(ValueError, match="takes 901 positions.*shorten it"): policy.check_prompts(["go "*900])
+    with pytest.raises(ValueError, match="takes 1201 positions.*shorten it"): policy.check_prompts(["go "*1200])
 
 
 def test_a_run_that_names_no_head_gets_the_familys():
     head = lambda **kw: resolve(TrainConfig(suite="dot_2", **kw)).head
-    assert [head(model=m) for m in ("tiny", *TINY)] == ["flow", "l1", "flow"] and head(model="tiny", head="l1") == "l1"
+    assert [head(model=m) for m in ("tiny", *TINY)] == ["flow", *FAMILIES.values()] and head(model="tiny", head="l1") == "l1"
     assert head_for("qwenoft-tiny", "discrete") == "discrete"   # and is refused, instead of predicting numbers
     assert make_policy("qwenoft-tiny", 32).config["head"] == "l1" and make_policy("tiny", 32).config["head"] == "flow"
 
@@ -295,7 +441,7 @@ def test_storing_in_a_fresh_process_and_importing_nothing_early(tmp_path):
     "The families' modules load transformers when a trunk is built, not before."
     for name in TINY: save_policy(make_policy(name, 32, seed=4), name, tmp_path/name)
     code = f"""import sys; sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})
-import json, clvla.train.learner, clvla.policies.vlm.qwenoft, clvla.policies.vlm.qwengr00t
+import json, clvla.train.learner, clvla.policies.vlm.qwenoft, clvla.policies.vlm.qwengr00t, clvla.policies.vlm.paligemmaoft, clvla.policies.vlm.llamaoft
 from clvla.policies.all import policies
 [policies[name].check(image_size=32) for name in {TINY!r}]
 assert "transformers" not in sys.modules
@@ -321,7 +467,7 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path):
 def test_adapters_train_the_rest_stays_to_the_bit_and_merging_changes_no_chunk(name, tmp_path):
     p = build_policy(Run(model=name, lora_rank=2), 4, 4)
     frozen = {k: q.detach().clone() for k, q in p.named_parameters() if not q.requires_grad}
-    assert {k.split(".")[1] for k in frozen if k.startswith("vlm")} == {"visual", "language_model"}
+    assert {k.split(".")[1] for k in frozen if k.startswith("vlm")} == {k for k, _ in p.vlm.named_children()}
     assert p.queries is None or p.queries.requires_grad
     save_base(p, tmp_path/"weights")
     opt = torch.optim.AdamW(param_groups(p, 1e-2, .1))
@@ -333,13 +479,15 @@ def test_adapters_train_the_rest_stays_to_the_bit_and_merging_changes_no_chunk(n
     assert torch.allclose(chunk(merge_lora(p), data()), chunk(p, data()), atol=1e-4)
     back = load_policy(save_policy(p, name, tmp_path/"checkpoints"/"000"))
     assert torch.equal(chunk(back, data()), chunk(p, data()))
-    assert policies[name].largest_rank(image_size=32) == 256
-    with pytest.raises(ValueError, match="at most 256"): add_lora(make_policy(name, 32), 257)
+    largest = policies[name].largest_rank(image_size=32)
+    assert largest == dict(qwen=256, paligemma=96, llama=96)[trunk(name)]
+    with pytest.raises(ValueError, match=f"at most {largest}"): add_lora(make_policy(name, 32), largest+1)
 
 
 def test_rates_of_parts(policy):
-    groups = param_groups(policy, 1e-3, lr_of={"vlm.visual": 1e-5, "head": 1e-4})
-    assert {g["name"].split("/")[0]: g["lr"] for g in groups} == {"all": 1e-3, "vlm.visual": 1e-5, "head": 1e-4} and policy.lr_of(1e-3) == {}
+    eye = "vlm."+next(k for k, _ in policy.vlm.named_children() if k.startswith("vis"))
+    groups = param_groups(policy, 1e-3, lr_of={eye: 1e-5, "head": 1e-4})
+    assert {g["name"].split("/")[0]: g["lr"] for g in groups} == {"all": 1e-3, eye: 1e-5, "head": 1e-4} and policy.lr_of(1e-3) == {}
     assert sum(q.numel() for g in groups for q in g["params"]) == n_params(policy)
     with pytest.raises(ValueError, match="no parameter begins with 'vlm.visul'"): param_groups(policy, 1e-3, lr_of={"vlm.visul": 1e-5})
 
@@ -383,13 +531,18 @@ def test_the_regression_reads_each_query_by_itself():
 
 
 # --- it sees and hears
+ONE_LAYER = {"qwen": dict(depth=1, fullatt_block_indexes=[0]), "paligemma": dict(num_hidden_layers=1),
+             "llama": dict(num_hidden_layers=1, intermediate_layers_indices=[0])}
+
+
 def smaller(name):
     "The family at a size at which the squares take seconds."
-    shape = replace(QWEN_TINY, vision=QWEN_TINY.vision | dict(depth=1, fullatt_block_indexes=[0]))
-    return type("Smaller", (policies[name],), dict(shape=shape))
+    shape = policies[name].shape
+    return type("Smaller", (policies[name],), dict(shape=replace(shape, vision=shape.vision | ONE_LAYER[trunk(name)])))
 
 
-@pytest.mark.parametrize("name,lr,steps", [("qwenoft-tiny", 1.5e-3, 600), ("qwengr00t-tiny", 2e-3, 500)])
+@pytest.mark.parametrize("name,lr,steps", [("qwenoft-tiny", 1.5e-3, 600), ("qwengr00t-tiny", 2e-3, 500),
+                                           ("paligemmaoft-tiny", 2e-3, 600), ("llamaoft-tiny", 3e-3, 500)])
 def test_it_goes_to_the_square_that_the_sentence_names(name, lr, steps):
     "Where the squares are is in the picture only, and which one is meant in the sentence only."
     torch.manual_seed(0)

@@ -22,7 +22,11 @@ policies = Registry("policy", **{
     "qwenoft": "clvla.policies.vlm.qwenoft:QwenOFT",
     "qwenoft-tiny": "clvla.policies.vlm.qwenoft:TinyQwenOFT",
     "qwengr00t": "clvla.policies.vlm.qwengr00t:QwenGR00T",
-    "qwengr00t-tiny": "clvla.policies.vlm.qwengr00t:TinyQwenGR00T"})
+    "qwengr00t-tiny": "clvla.policies.vlm.qwengr00t:TinyQwenGR00T",
+    "paligemmaoft": "clvla.policies.vlm.paligemmaoft:PaliGemmaOFT",
+    "paligemmaoft-tiny": "clvla.policies.vlm.paligemmaoft:TinyPaliGemmaOFT",
+    "llamaoft": "clvla.policies.vlm.llamaoft:LlamaOFT",
+    "llamaoft-tiny": "clvla.policies.vlm.llamaoft:TinyLlamaOFT"})
 
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
 practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy"})

@@ -14,9 +14,10 @@ from ..cl.base import check_count, check_number
 from ..core.batch import to_device, torch_rng
 from ..core.names import ACTION, PROMPT, STATE, TASK_ID
 from ..core.seeds import seed_of
-from .codecs import codecs, fit_token
 from .episodes import Episode
 from .method import Method
+from .query_token import codecs
+from .token import fit_token
 from .token_policy import TokenPolicy
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300006
@@ -26,7 +27,7 @@ class TokenMethod(Method):
     def __init__(self,
         seed:int=0,
         updates:int=1,
-        token:str="paper",      # a key of `rl.codecs.codecs`
+        token:str="paper",      # a key of `rl.query_token.codecs`
         token_updates:int=500,  # of encoder and decoder, once
         gamma:float=.99,        # discount per step
         std:float=.1,           # deviation of the attempts' chunks, in normalised units

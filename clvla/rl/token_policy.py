@@ -13,7 +13,7 @@ from ..core.names import STATE
 from ..policies.all import policies
 from ..policies.base import Policy
 from .actor import Actor
-from .codecs import codecs
+from .query_token import codecs
 
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200005
 class TokenPolicy(Policy):
@@ -21,7 +21,7 @@ class TokenPolicy(Policy):
     def __init__(self,
         base:str,         # of the frozen policy: its name in the menu of policies
         base_config:dict, # its arguments
-        token:str,        # name of the encoder and decoder in `rl.codecs.codecs`
+        token:str,        # name of the encoder and decoder in `rl.query_token.codecs`
         token_config:dict,# their arguments
         actor_config:dict,# of the `Actor`
         **config          # H (the actor's chunk), action_dim, state_dim, image_size, head
