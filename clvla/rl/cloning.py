@@ -39,7 +39,8 @@ class Successes:
             if not e.success: continue
             ahead,pad = chunk_index(e.at[:-1], np.full(e.n_steps, e.n_steps-1), self.H)
             new = {k: e.obs[k][:-1] for k in self.keys} | {ACTION: e.action[ahead], PAD: pad}
-            self.arrays = new if self.arrays is None else {k: np.concatenate([v, new[k]]) for k,v in self.arrays.items()}
+            old = self.arrays or {k: v[:0] for k,v in new.items()}
+            self.arrays = {k: np.concatenate([old[k], v]) for k,v in new.items()}
             self.rows += [e.n_steps]*len(pad)
             self.task_ids += [e.task_id]*len(pad)
 

@@ -9,6 +9,7 @@ __all__ = ['Episode', 'Recorder', 'save_episodes', 'load_episodes']
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
+import torch
 from ..core.names import N_ACTIONS
 from ..core.state import load_state, save_state
 
@@ -68,7 +69,8 @@ class _Open:
     def add(self, result, action):
         "Append a chunk: (n,A) executed actions, and what was seen."
         start = len(self.action)
-        seen = {step: obs for step,obs in result.watched.items() if step < result.n_steps} | {result.n_steps: result.obs}
+        seen = {step: obs for step,obs in result.watched.items() if step < result.n_steps}
+        seen[result.n_steps] = result.obs
         for step,obs in sorted(seen.items()):
             self.at.append(start+step)
             self.obs.append(_kept(obs))
@@ -94,5 +96,9 @@ def load_episodes(path)->list:
     names = set(Episode.__dataclass_fields__)
     if set(state) != {"episodes"} or any(set(e) != names for e in state["episodes"]):
         raise ValueError(f"{path} holds no episodes as save_episodes writes them; put the run's own file there")
-    arrays = lambda v: v.numpy() if hasattr(v, "numpy") else {k: x.numpy() for k,x in v.items()} if isinstance(v, dict) else v
-    return [Episode(**{k: arrays(v) for k,v in e.items()}) for e in state["episodes"]]
+    return [Episode(**{k: _array(v) for k,v in e.items()}) for e in state["episodes"]]
+
+def _array(v):
+    "Tensors as arrays, also inside a dict."
+    if isinstance(v, dict): return {k: _array(x) for k,x in v.items()}
+    return v.numpy() if torch.is_tensor(v) else v

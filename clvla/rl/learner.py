@@ -109,8 +109,10 @@ def build(self:Practice,
 @patch
 def load_or_store(self:Practice, checkpoint):
     "Load the checkpoint's weights into the method's policy; store its frozen weights, once on the machine."
-    policy,known = self.method.policy,read_base(checkpoint)["sha256"] if checkpoint and self.method.policy.frozen else None
-    if policy.frozen: save_base(policy, Path(self.cfg.data_dir)/"weights", known, self.shell.say)
+    policy = self.method.policy
+    if policy.frozen:
+        known = read_base(checkpoint)["sha256"] if checkpoint else None
+        save_base(policy, Path(self.cfg.data_dir)/"weights", known, self.shell.say)
     if checkpoint is not None: load_weights(policy, checkpoint)
 
 @patch
@@ -124,7 +126,9 @@ def find_base(self:Practice)->Path:
     return checkpoints(Path(base.run_dir)/"checkpoints", ends=True)[-1]
 
 @patch
-def stream_json(self:Practice)->dict: return stream_json(self.stream)|dict(stages=[s.name for s in self.stages])
+def stream_json(self:Practice)->dict:
+    "What the pages that show a run read: tasks and stages."
+    return stream_json(self.stream)|dict(stages=[s.name for s in self.stages])
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000c
 @patch
@@ -145,6 +149,17 @@ def fit(self:Practice, stage:Stage):
         if self.step%method.updates == 0: method.end()
     self.t,self.step = stage.t+1,None
 
+# %% ../../nbs/rl/21_learner.ipynb #c21000c2
+def starts_of(
+    cfg:PracticeConfig,
+    r:int,        # round, 0-based
+    repeats:int=1 # attempts from each start
+)->list:          # trial numbers
+    "The starts of a round, the same for every task."
+    first = cfg.seed%90*STARTS+r*cfg.round_episodes
+    n = min(cfg.round_episodes, cfg.episodes-r*cfg.round_episodes)
+    return [trial_number("practice", first+i) for i in range(max(1, n//repeats))]
+
 @patch
 def play_round(self:Practice, stage:Stage):
     "Play the attempts of the next round, store them, and give them to the method."
@@ -157,25 +172,27 @@ def play_round(self:Practice, stage:Stage):
             player.evaluate(self.method.acting, self.processor, starts_of(cfg, r, self.method.repeats), noise, info,
                             recorder=recorder, on_round=shell.stop.check)
     episodes = recorder.take()
-    path = shell.run.path/"practice"/f"round-{r:03d}.safetensors"
-    path.parent.mkdir(exist_ok=True)
-    self.rounds.append(sha256(save_episodes(path, episodes)))
+    self.rounds.append(sha256(save_episodes(self.round_file(r), episodes)))
     self.method.add(episodes)
     self.method.begin()
+    self.note(stage, r, episodes)
+
+@patch
+def note(self:Practice, stage:Stage, r:int, episodes:list):
+    "Log a round and say how it went."
+    cfg,shell = self.cfg,self.shell
     won = {i: [e.success for e in episodes if e.task_id == i] for i in stage.task_ids}
     success = {i: sum(of)/len(of) for i,of in won.items()}
     shell.run.log(stage=stage.t, task=stage.name, step=self.step, round=r, attempts=len(episodes),
                   **{f"practice/success/{i}": p for i,p in success.items()})
     shell.say(f"round {r+1} of {cfg.n_rounds}: {100*sum(success.values())/len(success):.0f} % of the attempts succeeded")
-def starts_of(
-    cfg:PracticeConfig,
-    r:int,        # round, 0-based
-    repeats:int=1 # attempts from each start
-)->list:          # trial numbers
-    "The starts of a round, the same for every task."
-    first = cfg.seed%90*STARTS+r*cfg.round_episodes
-    n = min(cfg.round_episodes, cfg.episodes-r*cfg.round_episodes)
-    return [trial_number("practice", first+i) for i in range(max(1, n//repeats))]
+
+@patch
+def round_file(self:Practice, r:int)->Path:
+    "Where the attempts of a round are kept."
+    folder = self.shell.run.path/"practice"
+    folder.mkdir(exist_ok=True)
+    return folder/f"round-{r:03d}.safetensors"
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000e
 @patch
@@ -198,7 +215,7 @@ def load_state_dict(self:Practice, states:dict):
     state = states["state"]
     self.t,self.step,self.rounds = state["t"],state["step"],list(state["rounds"])
     for r,known in enumerate(self.rounds):
-        path = self.shell.run.path/"practice"/f"round-{r:03d}.safetensors"
+        path = self.round_file(r)
         if not path.is_file() or sha256(path) != known:
             raise ValueError(f"{path} is missing or was changed since the checkpoint; put it back, or start in a new "
                              "run_dir")

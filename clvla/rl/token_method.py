@@ -65,8 +65,7 @@ class TokenMethod(Method):
 
     def take(self, attempts:list): raise NotImplementedError   # what `states` gives, of each episode
     def state_dict(self)->dict: return dict(fitted=self.fitted)
-    def load_state_dict(self, state):
-        self.fitted,self.waiting = state["fitted"],[]
+    def load_state_dict(self, state): self.fitted,self.waiting = state["fitted"],[]
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300008
 @patch

@@ -28,7 +28,8 @@ class TokenPolicy(Policy):
     ):
         super().__init__(dict(base=base, base_config=base_config, token=token, token_config=token_config,
                               actor_config=actor_config, **config))
-        self.vla,self.codec,self.actor = policies[base](**base_config),codecs[token](**token_config),Actor(**actor_config)
+        self.vla,self.codec = policies[base](**base_config),codecs[token](**token_config)
+        self.actor = Actor(**actor_config)
         self.pixels,self.longest_prompt = self.vla.pixels,self.vla.longest_prompt
         self.vla.requires_grad_(False)
         self.frozen = tuple(f"vla.{k}" for k in self.vla.state_dict())

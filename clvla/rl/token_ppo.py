@@ -71,7 +71,8 @@ class TokenPPO(TokenMethod):
         if self.rollout is None: return {}
         return {f"rl/{k}": float(v) for k,v in self.learner.update(self.rollout).items()}
 
-    def state_dict(self)->dict: return super().state_dict()|dict(rollout=self.rollout, learner=self.learner.state_dict())
+    def state_dict(self)->dict:
+        return super().state_dict()|dict(rollout=self.rollout, learner=self.learner.state_dict())
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
