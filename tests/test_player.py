@@ -177,7 +177,7 @@ def test_one_shape_and_the_mode_is_restored(rule):
 def test_only_rows_under_way_are_computed():
     with player_of("own") as player:
         calls,real = [],player.pool.step
-        player.pool.step = lambda slot, a: (calls.append(slot), real(slot, a))
+        player.pool.step = lambda slot, a, watch=(): (calls.append(slot), real(slot, a, watch))
         p,n = Guided(),[]
         chunk = p.predict_chunk; p.predict_chunk = lambda obs, **kw: (n.append(sum(t != "idle" for t in obs[TASK_ID])), chunk(obs, **kw))[1]
         evaluate(player, p, ids=["d"])
