@@ -21,6 +21,7 @@ from clvla.rl.episodes import Recorder, load_episodes
 from clvla.rl.gains import gains
 from clvla.rl.learner import Practice, practise
 from clvla.rl.method import Method
+from clvla.rl.token_ppo import TokenPPO, played_chunks
 from clvla.rl.all import methods
 from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
@@ -137,7 +138,7 @@ def test_killed_processes(data, tmp_path, done, moment):
     assert fingerprint(practise(cfg, say=len).path) == fingerprint(done.path)
 
 
-TOKEN = {"token_td3": dict(updates=3, token_updates=4, sample=8), "token_ppo": dict(token_updates=4, minibatch=8), "token_grpo": dict(token_updates=4, minibatch=8, repeats=3)}
+TOKEN = {"token_td3": dict(updates=3, token_updates=4, sample=8), "token_ppo": dict(token_updates=4, minibatch=8), "token_grpo": dict(token_updates=4, minibatch=8, group_size=3)}
 
 
 @pytest.mark.parametrize("algo", TOKEN)
@@ -156,6 +157,19 @@ def test_methods_with_a_frozen_policy(data, tmp_path, algo):
     out = eval_cl(EvalConfig(run_dir=str(run.path), n_trials=2, n_workers=1), say=len)
     facts = lambda records: {(r["task"], r["trial"]): (r["success"], r["steps"]) for r in records}
     assert facts(out.episodes()) == facts(r for r in run.episodes() if r["stage"] == 0)
+
+
+def test_chunks_are_those_that_were_played(data, tmp_path, monkeypatch):
+    "The noise that is drawn again gives the executed actions in the round that explored; in the first round, which did not, it cannot."
+    gaps, real = [], TokenPPO.take
+
+    def take(self, attempts):
+        chunks = [played_chunks(a, self.policy.actor, self.gamma)["action"].flatten(0, 1)[:len(a["action"])] for a in attempts]
+        gaps.append(max((c-a["action"]).abs().max().item() for c, a in zip(chunks, attempts)))
+        real(self, attempts)
+    monkeypatch.setattr(TokenPPO, "take", take)
+    practise(config(data, tmp_path/"run", algo="token_ppo", algo_kw=TOKEN["token_ppo"]), say=len)
+    assert len(gaps) == 2 and gaps[1] < 1e-3 < gaps[0]
 
 
 def test_a_new_actor_plays_as_the_policy(data, tmp_path, done):
@@ -215,6 +229,12 @@ def test_a_method_of_ones_own(data, tmp_path):
     finally: del methods["nothing"]
     facts = lambda stage: [(r["task"], r["trial"], r["success"], r["steps"]) for r in run.episodes() if r["stage"] == stage]
     assert sorted(facts(-1)) == sorted(facts(0))
+
+
+@pytest.mark.parametrize("algo", methods)
+def test_smoke_settings_of_every_method(data, tmp_path, algo):
+    cfg = resolve_practice(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), suite="dot_2", algo=algo, smoke=True))
+    assert cfg.episodes == 6 and Practice(cfg).stages[0].n_steps <= 8
 
 
 @pytest.mark.parametrize("controls", [dict(blind=True), dict(deaf=True)])

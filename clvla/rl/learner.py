@@ -121,7 +121,7 @@ def find_base(self:Practice)->Path:
     if self.cfg.init_from: return Path(self.cfg.init_from)
     base = base_config(self.cfg)
     with locked(base.run_dir, self.shell.stop.check):
-        if not RunFolder(base.run_dir).done: self.shell.say(f"the base is trained in {base.run_dir}")
+        if not RunFolder(base.run_dir).done: self.shell.say(f"the base is trained first: {Path(base.run_dir).name}")
         train_cl(base, self.shell.say if not RunFolder(base.run_dir).done else lambda line: None)
     return checkpoints(Path(base.run_dir)/"checkpoints", ends=True)[-1]
 

@@ -112,7 +112,7 @@ def stack_tokens(
 
 @patch
 def fit_encoder(self:TokenMethod):
-    "Encoder and decoder learn; every fifth attempt is held out and chooses."
+    "Encoder and decoder learn; every fifth attempt is held out, and the weights with the lowest error there are kept."
     demos,own = self.demo_batches(),[self.observations(e) for e in self.waiting]
     tokens,mask = stack_tokens([self.tokens_of(b) for b in (*demos, *own)])
     held = [torch.full((len(b[STATE]),), i%5 == 0) for i,b in enumerate(own)]
