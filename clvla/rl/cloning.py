@@ -105,7 +105,8 @@ class Cloning(Method):
 def batch(self:Cloning)->dict:
     "Demonstrations and own samples; demonstrations alone as long as nothing has succeeded."
     ctx,B = self.ctx,self.ctx.cfg.batch_size
-    n_own = round(B*(1-self.demo_share)) if len(self.own) else 0
+    wanted = max(1, round(B*(1-self.demo_share))) if self.demo_share < 1 else 0
+    n_own = wanted if len(self.own) else 0
     demos = self.demos.next(B-n_own)
     if not n_own: return demos
     idx = np_rng(self.seed, "practice", "samples", self.k).choice(len(self.own), n_own, p=self.own.p)
@@ -122,6 +123,9 @@ def update(self:Cloning)->dict:
     self.opt.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.clip or float("inf"))
+    if not (loss.isfinite() and norm.isfinite()):
+        raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()} at update {self.k} of practice; lower lr "
+                                 f"(now {lr:.2g}) or clip (now {cfg.clip}) in a new run_dir")
     self.opt.step()
     if self.ema: self.ema.update(policy)
     self.k,self.step = self.k+1,self.step+1

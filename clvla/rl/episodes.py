@@ -30,6 +30,15 @@ class Episode:
 
     @property
     def n_steps(self)->int: return len(self.action)   # T
+    @property
+    def ended(self)->bool: return self.success or self.terminated   # nothing follows; False: time ran out
+
+    @property
+    def success_reward(self)->np.ndarray:
+        "(T,) float32: 1 in the last step of a success, else 0; `reward` is the simulator's own."
+        reward = np.zeros(self.n_steps, np.float32)
+        reward[-1] = self.success
+        return reward
 
 # %% ../../nbs/rl/00_episodes.ipynb #e000000a
 class Recorder:

@@ -50,6 +50,9 @@ def check_method(method:Method, cfg):
     if cfg.head in heads and heads[cfg.head].discrete:
         raise ValueError(f"practice needs actions that are numbers, and head {cfg.head!r} chooses among classes; take a "
                          "stream with continuous actions")
+    if cfg.accumulation != 1 or cfg.precision != "no":
+        raise ValueError(f"practice makes whole batches in float32, found accumulation {cfg.accumulation} and precision "
+                         f"{cfg.precision!r}; set them to 1 and 'no'")
     if cfg.num_processes > 1 or cfg.machines:
         raise ValueError(f"practice learns in one process, found num_processes {cfg.num_processes} and machines "
                          f"{cfg.machines!r}; set n_workers for more simulators")

@@ -35,16 +35,22 @@ class TokenMethod(Method):
         hidden:int=256          # width of actor and critics
     ):
         super().__init__(seed, updates)
-        check_count("token_updates", token_updates)
-        check_number("gamma", gamma, 0, 1)
+        for name,value in dict(token_updates=token_updates, hidden=hidden).items(): check_count(name, value)
+        for name,value in dict(gamma=gamma, ref_dropout=ref_dropout).items(): check_number(name, value, 0, 1)
+        check_number("std", std, 1e-6, rule="above 0")
         codecs[token]   # a wrong name is refused here
         self.token,self.token_updates,self.gamma = token,token_updates,gamma
         self.std,self.ref_dropout,self.hidden = std,ref_dropout,hidden
         self.fitted,self.waiting = False,[]   # whether the encoder has learnt; episodes since the last `begin`
 
+    def check(self, cfg):
+        super().check(cfg)
+        if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")
+
     def prepare(self, ctx):
         super().prepare(ctx)
         self.base = ctx.policy
+        if self.base.lora: raise ValueError("the base has adapters, which are not read here; merge them first")
         self.policy = self.make_policy()
 
     @property
@@ -90,7 +96,7 @@ def demo_batches(self:TokenMethod, most:int=1024)->list:
     data,batches = self.ctx.data,[]
     for task in self.ctx.tasks:
         n = data.n_frames(task.id)
-        idx = torch.linspace(0, n-1, min(n, most//len(self.ctx.tasks))).long().numpy()
+        idx = torch.linspace(0, n-1, min(n, max(1, most//len(self.ctx.tasks)))).long().numpy()
         batches += [data.fetch(task.id, idx[i:i+64]) for i in range(0, len(idx), 64)]
     return batches
 
@@ -117,7 +123,7 @@ def fit_encoder(self:TokenMethod):
     tokens,mask = stack_tokens([self.tokens_of(b) for b in (*demos, *own)])
     held = [torch.full((len(b[STATE]),), i%5 == 0) for i,b in enumerate(own)]
     held = torch.cat([torch.zeros(sum(len(b[STATE]) for b in demos), dtype=torch.bool), *held])
-    self.curve = fit_token(self.policy.codec, tokens, mask, held, self.token_updates,
+    self.curve = fit_token(self.policy.codec.requires_grad_(True), tokens, mask, held, self.token_updates,
                            generator=torch_rng(self.seed, "practice", "token"))
     self.policy.codec.requires_grad_(False)
 

@@ -31,7 +31,8 @@ class TokenPolicy(Policy):
         self.vla,self.codec = policies[base](**base_config),codecs[token](**token_config)
         self.actor = Actor(**actor_config)
         self.pixels,self.longest_prompt = self.vla.pixels,self.vla.longest_prompt
-        self.vla.requires_grad_(False)
+        # torch's attention takes another kernel where a gradient might be wanted, and rounds otherwise
+        for part in (self.vla, self.codec): part.requires_grad_(False)
         self.frozen = tuple(f"vla.{k}" for k in self.vla.state_dict())
         self.explore = False   # True: chunks are drawn from the actor's Gaussian
 

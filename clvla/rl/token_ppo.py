@@ -7,7 +7,8 @@ __all__ = ['played_chunks', 'TokenPPO', 'TokenGRPO']
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #c1500002
 import torch
-from ..cl.base import check_count
+from ..cl.base import check_count, check_number
+from ..core.batch import to_device
 from ..core.seeds import seed_of
 from .actor import Value, chunk_logp
 from .grpo import GRPO
@@ -23,7 +24,7 @@ def played_chunks(
 )->dict:          # tensors (n,...): x, ref, action, logp_old, reward, mask, next_x, done
     "The chunks of an attempt in the order of playing, as they were drawn."
     e = attempt["episode"]
-    found = transitions(e.at, e.reward, e.terminated, actor.C, gamma)
+    found = transitions(e.at, e.success_reward, e.ended, actor.C, gamma)
     keep = torch.tensor(found["first"] % actor.C == 0)
     start,after = (torch.as_tensor(found[k])[keep] for k in ("start", "next"))
     x,ref,noise = (attempt[k][start] for k in ("x", "ref", "noise"))
@@ -49,6 +50,13 @@ class TokenPPO(TokenMethod):
         super().__init__(seed, 1, token, token_updates, gamma, std, ref_dropout, hidden)
         self.kw = dict(lr=actor_lr, epochs=epochs, minibatch=minibatch, clip=ratio_clip, kl_stop=kl_stop)
         self.rollout = None   # of the last round; None: nothing to learn from
+        for name,value in dict(epochs=epochs, minibatch=minibatch).items(): check_count(name, value)
+        for name in ("lr", "clip", "kl_stop"): check_number(name, self.kw[name], 1e-12, rule="above 0")
+
+    def check(self, cfg):
+        super().check(cfg)
+        if cfg.n_rounds < 2: raise ValueError("the first round is played by the frozen policy and not learnt from; "
+            f"found episodes {cfg.episodes} and round_episodes {cfg.round_episodes}, which make one round")
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -67,7 +75,8 @@ class TokenPPO(TokenMethod):
 
     def take(self, attempts):
         parts = [played_chunks(a, self.policy.actor, self.gamma) for a in attempts]
-        self.rollout = {k: torch.cat([p[k] for p in parts]) for k in parts[0]} | self.more(attempts, parts)
+        rollout = {k: torch.cat([p[k] for p in parts]) for k in parts[0]} | self.more(attempts, parts)
+        self.rollout = to_device(rollout, self.ctx.device)
 
     def more(self, attempts, parts)->dict: return {}   # further entries of the rollout
 
@@ -80,7 +89,7 @@ class TokenPPO(TokenMethod):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self.rollout = state["rollout"]
+        self.rollout = state["rollout"] and to_device(state["rollout"], self.ctx.device)
         self.learner.load_state_dict(state["learner"])
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #c150000b
@@ -98,6 +107,11 @@ class TokenGRPO(TokenPPO):
         check_count("group_size", group_size, least=2)
         self.repeats,self.kl_weight = group_size,kl_weight
 
+    def check(self, cfg):
+        super().check(cfg)
+        if wrong := [k for k in ("episodes", "round_episodes") if getattr(cfg, k)%self.repeats]: raise ValueError(
+            f"{wrong[0]} is {getattr(cfg, wrong[0])}, expected a multiple of group_size {self.repeats}")
+
     def make_learner(self): return GRPO(self.policy.actor, beta=self.kl_weight, seed=self.seed, **self.kw)
 
     def more(self, attempts, parts):
@@ -105,5 +119,5 @@ class TokenGRPO(TokenPPO):
         starts = {}
         group = [starts.setdefault((a["episode"].task_id, a["episode"].trial), len(starts)) for a in attempts]
         episode = torch.cat([torch.full((len(p["x"]),), i) for i,p in enumerate(parts)])
-        returns = [float(a["episode"].reward.sum()) for a in attempts]
+        returns = [float(a["episode"].success) for a in attempts]
         return dict(episode=episode, ret=torch.tensor(returns), group=torch.tensor(group))

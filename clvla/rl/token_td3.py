@@ -7,7 +7,7 @@ __all__ = ['TokenTD3']
 
 # %% ../../nbs/rl/14_token_td3.ipynb #c1400002
 import torch
-from ..cl.base import check_count
+from ..cl.base import check_count, check_number
 from ..core.seeds import seed_of
 from .actor import TwinCritic
 from .replay import Replay
@@ -27,7 +27,9 @@ class TokenTD3(TokenMethod):
         capacity:int=100_000   # states in the replay
     ):
         super().__init__(seed, updates, token, token_updates, gamma, std, ref_dropout, hidden)
-        for name,value in dict(sample=sample, capacity=capacity).items(): check_count(name, value)
+        check_count("sample", sample)
+        check_count("capacity", capacity, least=1000)
+        check_number("beta", beta, 0)
         self.sample,self.beta,self.capacity = sample,beta,capacity
 
     def prepare(self, ctx):
@@ -47,7 +49,7 @@ class TokenTD3(TokenMethod):
         tasks = [task.id for task in self.ctx.tasks]
         for a in attempts:
             e,C = a["episode"],self.policy.H
-            found = transitions(e.at, e.reward, e.terminated, C, self.gamma)
+            found = transitions(e.at, e.success_reward, e.ended, C, self.gamma)
             found["action"] = torch.as_tensor(action_chunks(a["action"].numpy(), found["first"], C)[0])
             self.replay.push(dict(x=a["x"], ref=a["ref"]), found, tasks.index(e.task_id))
 
