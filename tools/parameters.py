@@ -36,14 +36,14 @@ def fields_with_help(groups):
 def settings_with_owner(menu_of_algos):
     "Name, default and owners of every setting of the algorithms and policies that come with the library."
     from clvla.policies.all import policies
-    from clvla.run.config import settings_of
+    from clvla.run.config import arguments, settings_of
     from clvla.train.config import FILLED
     owners = {}
     for kind, menu in (("algo_kw", menu_of_algos), ("model_kw", policies)):
         for name in menu:
+            defaults = {p.name: p.default for p in arguments(menu[name])}
             for setting in settings_of(menu[name], FILLED[kind]):
-                default = inspect.signature(menu[name]).parameters[setting].default
-                owners.setdefault(setting, []).append((name, default))
+                owners.setdefault(setting, []).append((name, defaults[setting]))
     for setting, given in owners.items():
         yield setting, repr(given[0][1]), "of " + ", ".join(name for name, _ in given)
 

@@ -49,10 +49,12 @@ class AGEM(CLAlgorithm):
         mine = self.buf.fetch(ctx.dealt(self.buf.draw(self.n_ref)), ctx.data)
         return ctx.grads_of(to_device(mine, ctx.device), generator=self.generator)
 
+    def projected(self, g:list, ctx)->list: return project(g, self.reference(ctx))   # `g` itself where nothing is in the way
+
     def after_backward(self, ctx):
         if not len(self.buf): return
         g = ctx.grads()
-        projected = project(g, self.reference(ctx))
+        projected = self.projected(g, ctx)
         self.n_steps += 1
         if projected is g: return
         self.n_vetoed += 1

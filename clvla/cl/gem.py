@@ -8,9 +8,10 @@ __all__ = ['nonnegative', 'project', 'GEM']
 # %% ../../nbs/cl/24_gem.ipynb #f2a02403
 import torch
 from torch import Tensor
-from .base import CLAlgorithm, check_count, check_number, flat, unflat
-from .buffer import TaskBuffer, draw_positions
-from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
+from .agem import AGEM
+from .base import check_number, flat, unflat
+from .buffer import draw_positions
+from ..core.batch import to_device, torch_rng
 
 # %% ../../nbs/cl/24_gem.ipynb #f2a02408
 def nonnegative(
@@ -54,9 +55,8 @@ def project(
     return G.T@v.to(G) + g
 
 # %% ../../nbs/cl/24_gem.ipynb #f2a02416
-class GEM(CLAlgorithm):
+class GEM(AGEM):
     "Gradient episodic memory."
-    zero3 = False
     def __init__(self,
         buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
         n_ref:int=32,              # samples of each task's gradient
@@ -65,11 +65,9 @@ class GEM(CLAlgorithm):
         total_size:int|None=None,  # frames kept of all tasks together; None: no bound
         seed:int=0
     ):
-        check_count("n_ref", n_ref)
         check_number("gamma", gamma, 0)
-        self.n_ref,self.gamma,self.n_steps,self.n_vetoed = n_ref,gamma,0,0
-        self.buf = TaskBuffer(buffer_size or None, "balanced", store, total_size, seed)
-        self.generator = torch_rng(seed, "gem noise")
+        super().__init__(buffer_size, n_ref, "balanced", store, total_size, seed)
+        self.gamma,self.generator = gamma,torch_rng(seed, "gem noise")
 
     def reference(self, ctx, task_id)->Tensor:
         "Gradient of the loss on a draw from one task's memory."
@@ -77,22 +75,7 @@ class GEM(CLAlgorithm):
         mine = self.buf.fetch(ctx.dealt(drawn), ctx.data)
         return flat(ctx.grads_of(to_device(mine, ctx.device), generator=self.generator))
 
-    def after_backward(self, ctx):
-        if not len(self.buf): return
-        g = flat(ctx.grads())
-        projected = project(torch.stack([self.reference(ctx, task_id) for task_id in self.buf.frames]), g, self.gamma)
-        self.n_steps += 1
-        if projected is g: return
-        self.n_vetoed += 1
-        ctx.set_grads(unflat(projected, ctx.params().values()))
-
-    def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
-    def metrics(self): return dict(vetoed=self.n_vetoed/max(1, self.n_steps), buffer=float(len(self.buf)))
-
-    def state_dict(self):
-        return dict(buf=self.buf.state_dict(), steps=[self.n_steps, self.n_vetoed], generator=rng_state(self.generator))
-
-    def load_state_dict(self, state):
-        self.buf.load_state_dict(state["buf"])
-        self.n_steps,self.n_vetoed = state["steps"]
-        set_rng_state(self.generator, state["generator"])
+    def projected(self, g:list, ctx)->list:
+        old,now = torch.stack([self.reference(ctx, task_id) for task_id in self.buf.frames]),flat(g)
+        new = project(old, now, self.gamma)
+        return g if new is now else unflat(new, ctx.params().values())

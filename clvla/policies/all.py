@@ -7,10 +7,9 @@ __all__ = ['policies', 'practised', 'class_of', 'make_policy', 'stored_policy', 
            'check_policy', 'build_policy']
 
 # %% ../../nbs/policies/09_all.ipynb #931cb78f
-import torch
 from pathlib import Path
+from ..core.batch import first_weights
 from ..core.names import IMAGE, Registry
-from ..core.seeds import seed_of
 from .base import Policy
 from .heads import heads
 from .lora import add_lora, check_frozen, check_rank
@@ -51,8 +50,7 @@ def make_policy(
     head = head or next(iter(cls.heads), "flow")
     config = dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head)
     cls.check(**config, **kw)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(seed, "policy", name))
+    with first_weights(seed, "policy", name):
         return cls(**config, **kw)
 
 # %% ../../nbs/policies/09_all.ipynb #2dff801f

@@ -29,7 +29,8 @@ class Successes:
         tau:float=25. # steps, eq. 1; 0: all attempts count alike
     ):
         self.H,self.keys,self.prompts,self.tau = H,[*cameras, STATE],prompts,tau
-        self.rows,self.arrays,self.task_ids = [],None,[]   # steps of the attempt that each sample is from
+        self.parts,self.rows,self.task_ids = [],[],[]   # arrays of each attempt; steps and task of each sample's
+        self.arrays,self.p = {},np.zeros(0)             # all samples, and the probability of each (eq. 1)
 
     def __len__(self)->int: return len(self.task_ids)
 
@@ -38,18 +39,14 @@ class Successes:
         for e in episodes:
             if not e.success: continue
             ahead,pad = chunk_index(e.at[:-1], np.full(e.n_steps, e.n_steps-1), self.H)
-            new = {k: e.obs[k][:-1] for k in self.keys} | {ACTION: e.action[ahead], PAD: pad}
-            old = self.arrays or {k: v[:0] for k,v in new.items()}
-            self.arrays = {k: np.concatenate([old[k], v]) for k,v in new.items()}
+            self.parts.append({k: e.obs[k][:-1] for k in self.keys} | {ACTION: e.action[ahead], PAD: pad})
             self.rows += [e.n_steps]*len(pad)
             self.task_ids += [e.task_id]*len(pad)
-
-    @property
-    def p(self)->np.ndarray:
-        "Probability of each sample (eq. 1)."
-        steps = np.array(self.rows)
+        if not self.parts: return
+        self.parts = [{k: np.concatenate([part[k] for part in self.parts]) for k in self.parts[0]}]
+        self.arrays,steps = self.parts[0],np.array(self.rows)
         w = np.exp(-(steps-steps.min())/self.tau) if self.tau else np.ones(len(steps))
-        return w/w.sum()
+        self.p = w/w.sum()
 
     def gather(self, idx)->dict:
         "A raw batch, as a frame store gives it."

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 import json
-from ..core.config import config_json
 from .all import methods
-from ..run.config import settings_of, table
+from ..run.config import identity, settings_of
 from ..train.config import TrainConfig, resolve, stream_name
 
 # %% ../../nbs/rl/20_config.ipynb #c2000007
@@ -40,10 +39,12 @@ class PracticeConfig(PracticeSettings, TrainConfig):
     warmup:int = 10           # updates of linear warm-up, each round
 
     @classmethod
-    def settings(cls, given:dict)->dict:
-        algo = given.get("algo", cls.algo)
-        of_policy = TrainConfig.settings(given | dict(algo=TrainConfig.algo))["model_kw"]
-        return dict(algo_kw=(f"algo {algo!r}", settings_of(methods[algo], ("seed",))), model_kw=of_policy)
+    def menu(cls): return methods
+
+    def eval_algo(self):
+        "None is needed: a method leaves one policy for all tasks."
+        from clvla.cl.base import CLAlgorithm
+        return CLAlgorithm()
 
     @property
     def n_rounds(self)->int: return -(-self.episodes//self.round_episodes)
@@ -74,7 +75,6 @@ def base_config(
     fixed = dict(learner="imitation", algo="joint", algo_kw={}, init_from="", evaluate="none", smoke=False, videos=False,
                  rows_per_task=TrainConfig.rows_per_task, n_trials=TrainConfig.n_trials, detached=False)
     base = TrainConfig(**own | fixed)
-    free = table(TrainConfig, "FREE")
-    text = json.dumps({k: v for k,v in config_json(base).items() if k not in free}, sort_keys=True)
+    text = json.dumps(identity(base), sort_keys=True)
     name = f"{stream_name(cfg.suite)}-n{cfg.n_demos}-u{cfg.steps_per_task}-s{cfg.seed}"
     return replace(base, run_dir=str(Path(cfg.data_dir)/"bases"/f"{name}-{sha256(text.encode()).hexdigest()[:8]}"))

@@ -10,14 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 import torch
 from fastcore.basics import patch
-from ..cl.base import CLAlgorithm
-from ..core.files import read_json, sha256, write_json
+from ..core.files import sha256
 from ..core.progress import emit
 from ..core.seeds import seed_of
 from ..core.trials import trial_number
 from ..data.loader import TaskData
-from ..data.streams import stream_json
-from ..eval.metrics import JOINT, from_records, to_json
+from ..eval.metrics import JOINT
 from ..policies.all import load_policy
 from ..policies.weights import load_weights, read_base, save_base, save_policy
 from .all import make_method
@@ -29,7 +27,7 @@ from ..run.folder import RunFolder
 from ..run.shell import run_learner
 from ..train.eval_config import processor_of
 from ..train.evaluate import Evaluator, one_thread
-from ..train.learner import Stage, train_cl
+from ..train.learner import OnStream, Stage, train_cl
 from ..train.prepare import check, check_init, locked, prepare
 from ..train.trainer import make_accelerator
 
@@ -60,22 +58,21 @@ def check_practice(
 STARTS = 100_000   # practice starts of one seed; the seeds 0, 1, ... begin that far apart
 SEEDS = 90         # seeds that have starts of their own
 
-class Practice:
+class Practice(OnStream):
     "One base policy, one method, and its attempts."
     files = ("state", "algo")
     def __init__(self,
         cfg:PracticeConfig # resolved settings
     ):
         self.cfg,self.stream = cfg,check_practice(cfg)
-        self.acc = make_accelerator(cfg)
-        self.method = self.evaluator = None
+        self.acc,self.evaluator = make_accelerator(cfg),None
+        self.method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
         self.t,self.step,self.rounds = 0,None,[]   # SHA-256 of the file of each round that was played
 
     @property
     def stages(self)->list:
         ids = self.stream.ids
-        updates = make_method(self.cfg.algo, self.cfg.seed, **self.cfg.algo_kw).updates
-        return [Stage(0, ids, ids[0] if len(ids) == 1 else JOINT, updates*self.cfg.n_rounds)]
+        return [Stage(0, ids, ids[0] if len(ids) == 1 else JOINT, self.method.updates*self.cfg.n_rounds)]
 
     @property
     def position(self)->tuple: return self.t,self.step   # as `Imitation`
@@ -85,7 +82,6 @@ class Practice:
         "End the simulators."
         if self.evaluator: self.evaluator.close()
     def summary(self): return dict(stages=1, rounds=len(self.rounds), base=str(self.base))
-    def versions(self)->dict: return {}
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000a
 @patch
@@ -101,14 +97,12 @@ def build(self:Practice,
     with shell.cost.measure("demonstrations"): stores = prepare(self.stream, base_config(cfg), say)
     policy,self.processor = load_policy(self.base).to(self.acc.device),processor_of(self.base)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
-    self.method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
     self.method.prepare(PracticeContext(cfg=cfg, tasks=self.stream.tasks, policy=policy, processor=self.processor,
                                         data=data, device=self.acc.device))
     self.load_or_store(checkpoint)
-    self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, CLAlgorithm(),
+    self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, cfg.eval_algo(),
                                lambda: self.method.policy)
-    write_json(shell.run.path/"dataset_statistics.json", self.processor.stats)
-    write_json(shell.run.path/"stream.json", self.stream_json())
+    self.write_stream()
 
 @patch
 def load_or_store(self:Practice, checkpoint):
@@ -125,14 +119,10 @@ def find_base(self:Practice)->Path:
     if self.cfg.init_from: return Path(self.cfg.init_from)
     base = base_config(self.cfg)
     with locked(base.run_dir, self.shell.stop.check):
-        if not RunFolder(base.run_dir).done: self.shell.say(f"the base is trained first: {Path(base.run_dir).name}")
-        train_cl(base, self.shell.say if not RunFolder(base.run_dir).done else lambda line: None)
+        if not RunFolder(base.run_dir).done:
+            self.shell.say(f"the base is trained first: {Path(base.run_dir).name}")
+            train_cl(base, self.shell.say)
     return checkpoints(Path(base.run_dir)/"checkpoints", ends=True)[-1]
-
-@patch
-def stream_json(self:Practice)->dict:
-    "What the pages that show a run read: tasks and stages."
-    return stream_json(self.stream)|dict(stages=[s.name for s in self.stages])
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000c
 @patch
@@ -230,11 +220,3 @@ def load_state_dict(self:Practice, states:dict):
 def write(self:Practice, folder:Path):
     "Write the policy into a checkpoint."
     save_policy(self.method.policy, self.method.model or self.cfg.model, folder)
-
-@patch
-def documents(self:Practice, records:list)->dict:
-    "Readable files of a checkpoint; the success matrix where something was measured."
-    docs = {"processor.json": self.processor.to_json(), "stream.json": stream_json(self.stream),
-            "dataset_statistics.json": self.processor.stats}
-    stages = [stage.name for stage in self.stages]
-    return docs | ({"matrix.json": to_json(from_records(records, stages, self.stream.ids))} if records else {})

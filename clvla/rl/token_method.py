@@ -11,9 +11,10 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from ..cl.base import check_count, check_number
-from ..core.batch import to_device, torch_rng
-from ..core.names import ACTION, PROMPT, STATE, TASK_ID
+from ..core.batch import first_weights, to_device, torch_rng
 from ..core.seeds import seed_of
+from ..core.names import ACTION, PROMPT, STATE, TASK_ID
+from ..eval.rows import episode_rng
 from .episodes import Episode
 from .method import Method
 from .query_token import codecs
@@ -26,7 +27,6 @@ class TokenMethod(Method):
     model = "rl-token"   # its policies' name in the menu
     def __init__(self,
         seed:int=0,
-        updates:int=1,
         token:str="paper",      # a key of `rl.query_token.codecs`
         token_updates:int=500,  # of encoder and decoder, once
         gamma:float=.99,        # discount per step
@@ -34,7 +34,7 @@ class TokenMethod(Method):
         ref_dropout:float=.5,   # share of the samples that train without their reference
         hidden:int=256          # width of actor and critics
     ):
-        super().__init__(seed, updates)
+        super().__init__(seed)
         for name,value in dict(token_updates=token_updates, hidden=hidden).items(): check_count(name, value)
         for name,value in dict(gamma=gamma, ref_dropout=ref_dropout).items(): check_number(name, value, 0, 1)
         check_number("std", std, 1e-6, rule="above 0")
@@ -81,8 +81,7 @@ def make_policy(self:TokenMethod)->TokenPolicy:
     tokens,_ = self.tokens_of(self.demo_batches(1)[0])
     S = len(ctx.processor.stats[STATE]["mean"])
     token_config = dict(D=tokens.shape[-1], seed=seed_of(self.seed, "practice", "token"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(self.seed, "practice", "actor"))
+    with first_weights(self.seed, "practice", "actor"):
         W = codecs[self.token](**token_config).W
         actor = dict(X=W+S, C=base.H, A=base.A, hidden=self.hidden, std=self.std, ref_dropout=self.ref_dropout)
         sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
@@ -138,7 +137,7 @@ def observations(self:TokenMethod, e:Episode)->dict:
 @patch
 def noise_of(self:TokenMethod, e:Episode)->Tensor:
     "(N,2,H,A), as `TokenPolicy.chunk_noise`: that of the player for chunks that were played, other noise in between."
-    played = torch_rng(e.seed, "eval", e.task_id, e.trial)   # as `eval.rows.Row` seeds it
+    played = episode_rng(e.seed, e.task_id, e.trial)
     between = torch_rng(e.seed, "practice", "reference", e.task_id, e.trial)
     starts = [at%self.policy.H == 0 and at < e.n_steps for at in e.at.tolist()]
     return torch.stack([self.policy.chunk_noise(played if start else between) for start in starts])

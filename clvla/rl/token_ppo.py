@@ -7,9 +7,9 @@ __all__ = ['played_chunks', 'TokenPPO', 'TokenGRPO']
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #c1500002
 import torch
+from fastcore.basics import patch
 from ..cl.base import check_count, check_number
-from ..core.batch import to_device
-from ..core.seeds import seed_of
+from ..core.batch import first_weights, to_device
 from .actor import Value, chunk_logp
 from .grpo import GRPO
 from .ppo import PPO
@@ -40,14 +40,15 @@ class TokenPPO(TokenMethod):
     "Proximal policy optimisation of the actor, with a value that reads the token."
     def __init__(self,
         seed:int=0,
-        token:str="paper", token_updates:int=500, gamma:float=.99, std:float=.1, ref_dropout:float=0., hidden:int=256,
+        ref_dropout:float=0.,   # share of the samples that train without their reference
         actor_lr:float=3e-4,    # of actor and value
         epochs:int=10,          # passes over a round's chunks
         minibatch:int=64,       # chunks in an update
         ratio_clip:float=.2,    # how far from 1 a ratio of probabilities counts
-        kl_stop:float=.05       # divergence from the old actor at which a round's updates end
+        kl_stop:float=.05,      # divergence from the old actor at which a round's updates end
+        **more                  # of `TokenMethod`
     ):
-        super().__init__(seed, 1, token, token_updates, gamma, std, ref_dropout, hidden)
+        super().__init__(seed, ref_dropout=ref_dropout, **more)
         self.kw = dict(lr=actor_lr, epochs=epochs, minibatch=minibatch, clip=ratio_clip, kl_stop=kl_stop)
         self.rollout = None   # of the last round; None: nothing to learn from
         for name,value in dict(epochs=epochs, minibatch=minibatch).items(): check_count(name, value)
@@ -61,12 +62,6 @@ class TokenPPO(TokenMethod):
     def prepare(self, ctx):
         super().prepare(ctx)
         self.learner = self.make_learner()
-
-    def make_learner(self):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(self.seed, "practice", "value"))
-            value = Value(self.policy.actor.X, self.hidden).to(self.ctx.device)
-        return PPO(self.policy.actor, value, seed=self.seed, **self.kw)
 
     def begin(self):
         explored = self.fitted
@@ -92,18 +87,24 @@ class TokenPPO(TokenMethod):
         self.rollout = state["rollout"] and to_device(state["rollout"], self.ctx.device)
         self.learner.load_state_dict(state["learner"])
 
+# %% ../../nbs/rl/15_token_ppo.ipynb #c1500018
+@patch
+def make_learner(self:TokenPPO)->PPO:
+    "The loop over a round's chunks, with a new value network."
+    with first_weights(self.seed, "practice", "value"):
+        value = Value(self.policy.actor.X, self.hidden).to(self.ctx.device)
+    return PPO(self.policy.actor, value, seed=self.seed, **self.kw)
+
 # %% ../../nbs/rl/15_token_ppo.ipynb #c150000b
 class TokenGRPO(TokenPPO):
     "Group-relative policy optimisation of the actor: attempts from one start are compared with one another."
     def __init__(self,
         seed:int=0,
         group_size:int=5,       # attempts from each start
-        token:str="paper", token_updates:int=500, gamma:float=.99, std:float=.1, ref_dropout:float=0., hidden:int=256,
-        actor_lr:float=3e-4, epochs:int=10, minibatch:int=64, ratio_clip:float=.2, kl_stop:float=.05,
-        kl_weight:float=.01     # of the divergence from the policy's chunk
+        kl_weight:float=.01,    # of the divergence from the policy's chunk
+        **more                  # of `TokenPPO`
     ):
-        super().__init__(seed, token, token_updates, gamma, std, ref_dropout, hidden, actor_lr, epochs, minibatch,
-                         ratio_clip, kl_stop)
+        super().__init__(seed, **more)
         check_count("group_size", group_size, least=2)
         self.repeats,self.kl_weight = group_size,kl_weight
 

@@ -8,7 +8,7 @@ __all__ = ['TokenTD3']
 # %% ../../nbs/rl/14_token_td3.ipynb #c1400002
 import torch
 from ..cl.base import check_count, check_number
-from ..core.seeds import seed_of
+from ..core.batch import first_weights
 from .actor import TwinCritic
 from .replay import Replay
 from .td3 import TD3
@@ -21,29 +21,27 @@ class TokenTD3(TokenMethod):
     def __init__(self,
         seed:int=0,
         updates:int=500,       # of the critics, after each round
-        token:str="paper", token_updates:int=500, gamma:float=.99, std:float=.1, ref_dropout:float=.5, hidden:int=256,
         sample:int=256,        # transitions in an update
         beta:float=1.,         # weight of the squared distance to the policy's chunk
-        capacity:int=100_000   # states in the replay
+        capacity:int=100_000,  # states in the replay
+        **more                 # of `TokenMethod`
     ):
-        super().__init__(seed, updates, token, token_updates, gamma, std, ref_dropout, hidden)
+        super().__init__(seed, **more)
         check_count("sample", sample)
         check_count("capacity", capacity, least=1000)
         check_number("beta", beta, 0)
-        self.sample,self.beta,self.capacity = sample,beta,capacity
+        self.updates,self.sample,self.beta,self.capacity = updates,sample,beta,capacity
 
     def prepare(self, ctx):
         super().prepare(ctx)
         actor = self.policy.actor
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(self.seed, "practice", "critic"))
+        with first_weights(self.seed, "practice", "critic"):
             critic = TwinCritic(actor.X, actor.C, actor.A, self.hidden).to(ctx.device)
         # the only reward is 1 at success, which ends the episode
         self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed)
-        number = torch.float32
-        self.replay = Replay(self.capacity, states=dict(x=((actor.X,), number), ref=((actor.C, actor.A), number)),
-                             fields=dict(action=((actor.C, actor.A), number), reward=((), number), mask=((), number)),
-                             device=ctx.device, seed=self.seed)
+        number,chunk = ((), torch.float32),((actor.C, actor.A), torch.float32)
+        self.replay = Replay(self.capacity, states=dict(x=((actor.X,), torch.float32), ref=chunk), device=ctx.device,
+                             fields=dict(action=chunk, reward=number, mask=number), seed=self.seed)
 
     def take(self, attempts):
         tasks = [task.id for task in self.ctx.tasks]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'RunConfig', 'table', 'hosts', 'world_of', 'threads_of', 'typed', 'literal', 'value_of',
-           'make_config', 'owner_of', 'settings_of', 'setting_value', 'from_page', 'check_values', 'check_settings',
-           'check_machine', 'memory_gb', 'resident_gb', 'count_gpus', 'device_of', 'with_folders', 'differences',
-           'read_config', 'refuse_twice', 'given_twice']
+           'make_config', 'owner_of', 'settings_of', 'arguments', 'setting_value', 'from_page', 'check_values',
+           'check_settings', 'check_machine', 'memory_gb', 'resident_gb', 'count_gpus', 'device_of', 'with_folders',
+           'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, math, os
@@ -148,11 +148,20 @@ def settings_of(
     without=() # arguments that the run fills in
 )->dict:       # name -> type; `object` where the signature has none
     "What somebody may set of an algorithm or a policy: the arguments of its signature."
-    if getattr(thing, "__init__", None) is object.__init__: return {}
-    args = inspect.signature(thing).parameters.values()
     wanted = lambda p: object if p.annotation is p.empty else p.annotation
-    starred = lambda p: p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    return {p.name: wanted(p) for p in args if p.name not in without and not starred(p)}
+    return {p.name: wanted(p) for p in arguments(thing) if p.name not in without}
+
+def arguments(
+    thing # a class or function
+)->list:  # of `inspect.Parameter`
+    "The named arguments; where a class takes further ones by `**`, its parent's too."
+    if getattr(thing, "__init__", None) is object.__init__: return []
+    args = [*inspect.signature(thing).parameters.values()]
+    named = [p for p in args if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    passes_on = isinstance(thing, type) and any(p.kind == p.VAR_KEYWORD for p in args)
+    if not passes_on: return named
+    own = {p.name for p in named}
+    return named+[p for p in arguments(thing.__mro__[1]) if p.name not in own]
 
 SIMPLE = {"int", "float", "bool", "str", "None", "list", "dict", "tuple"}
 
@@ -273,6 +282,10 @@ def with_folders(
                    plugins=[path(p) if p.endswith(".py") else p for p in cfg.plugins])
 
 # %% ../../nbs/run/07_config.ipynb #b070001a
+def identity(cfg:RunConfig)->dict:
+    "The settings that decide what a run computes."
+    return {k: v for k,v in config_json(cfg).items() if k not in table(type(cfg), "FREE")}
+
 def differences(
     old:dict,   # stored config
     cfg:RunConfig # config of the run that wants the folder

@@ -10,8 +10,7 @@ __all__ = ['load_point', 'cells_of', 'weights_of', 'plan_for', 'parts_of', 'batc
 import os, time
 from contextlib import contextmanager
 from pathlib import Path
-from ..cl.all import make_algo
-from ..cl.base import CLAlgorithm, prepare_stages
+from ..cl.base import prepare_stages
 from ..core.files import read_json, write_json
 from ..core.state import load_state
 from ..envs.all import kind_of
@@ -39,8 +38,7 @@ def load_point(
 )->tuple:           # policy, processor, algorithm
     "Load a checkpoint in order to evaluate it."
     t = read_json(path/"position.json")["t"]
-    # only an algorithm of imitation changes the policy from task to task
-    algo = make_algo(run.algo, run.seed, **run.algo_kw) if run.learner == "imitation" else CLAlgorithm()
+    algo = run.eval_algo()
     policy = load_policy(path, prepare=lambda policy: prepare_stages(algo, policy, t, stream)).to(device)
     if (path/"algo.safetensors").exists(): state = load_state(path/"algo.safetensors")
     else: state = load_state(path/"state.safetensors")["algo"]   # checkpoints of older versions

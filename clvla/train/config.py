@@ -98,11 +98,20 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
     "Everything that decides what a continual-learning run computes."
 
     @classmethod
-    def settings(cls, given:dict)->dict:
+    def menu(cls):   # what `algo` is a key of
         from clvla.cl.all import algos
+        return algos
+
+    def eval_algo(self):
+        "The algorithm that changes the policy from task to task when a checkpoint is evaluated."
+        from clvla.cl.all import make_algo
+        return make_algo(self.algo, self.seed, **self.algo_kw)
+
+    @classmethod
+    def settings(cls, given:dict)->dict:
         from clvla.policies.all import policies
         algo,model = given.get("algo", cls.algo),given.get("model", cls.model)
-        return dict(algo_kw=(f"algo {algo!r}", settings_of(algos[algo], FILLED["algo_kw"])),
+        return dict(algo_kw=(f"algo {algo!r}", settings_of(cls.menu()[algo], FILLED["algo_kw"])),
                     model_kw=(f"model {model!r}", settings_of(policies[model], FILLED["model_kw"])))
 
     @classmethod

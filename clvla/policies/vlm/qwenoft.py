@@ -7,7 +7,7 @@ __all__ = ['QwenOFT', 'TinyQwenOFT']
 
 # %% ../../../nbs/policies/vlm/02_qwenoft.ipynb #f2a00003
 from .oft import OFT
-from .qwen import QWEN_3B, QWEN_TINY, Qwen
+from .qwen import QWEN_TINY, Qwen
 
 # %% ../../../nbs/policies/vlm/02_qwenoft.ipynb #f2a0000b
 class QwenOFT(OFT, Qwen):

@@ -187,14 +187,6 @@ def prepare(self:VLM, batch:dict)->dict:
     check_obs(batch, self.pixels, self.config["state_dim"])
     return batch | {PATCHES+k: self.picture(batch[k]) for k in self.pixels}
 
-def normalise(
-    images:Tensor, # (B,3,h,h) bytes
-    mean, std      # of each colour, in units of the largest byte
-)->Tensor:         # (B,3,h,h) float32
-    "Pictures with a mean and a deviation that the model was published with."
-    of = lambda x: torch.tensor(x, device=images.device).view(3, 1, 1)
-    return (images.float()/255 - of(mean))/of(std)
-
 @patch
 def prepared(self:VLM, obs:dict)->list:
     "The prepared pictures of each camera."
