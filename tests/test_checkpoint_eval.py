@@ -200,8 +200,8 @@ def test_the_runs_own_numbers_with_an_algorithm_that_changes_the_policy(tmp_path
         own = bare(r for r in run.episodes() if r["stage"] >= 0)
         out = eval_cl(EvalConfig(run_dir=str(run.path), evaluate="full", n_trials=2, n_workers=1), len)
         assert bare(out.episodes()) == own and len(own) == 8 and len(list((run.path/"videos").rglob("*.gif"))) >= 4
-        shutil.rmtree(out.path); real = ce.make_algo
-        monkeypatch.setattr(ce, "make_algo", lambda *a, **kw: (algo := real(*a, **kw), setattr(algo, "load_state_dict", lambda state: None))[0])
+        shutil.rmtree(out.path); real = TrainConfig.eval_algo
+        monkeypatch.setattr(TrainConfig, "eval_algo", lambda cfg: (algo := real(cfg), setattr(algo, "load_state_dict", lambda state: None))[0])
         blind = bare(eval_cl(EvalConfig(run_dir=str(run.path), evaluate="full", n_trials=2, n_workers=1), len).episodes())
         assert sum(a != b for a,b in zip(blind, own)) >= 4      # without the algorithm's state the numbers are others
     finally: del algos["turns"]
