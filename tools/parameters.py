@@ -45,7 +45,8 @@ def settings_with_owner(menu_of_algos):
             for setting in settings_of(menu[name], FILLED[kind]):
                 owners.setdefault(setting, []).append((name, defaults[setting]))
     for setting, given in owners.items():
-        yield setting, repr(given[0][1]), "of " + ", ".join(name for name, _ in given)
+        same = all(default == given[0][1] for _, default in given)
+        yield setting, repr(given[0][1]), "of " + ", ".join(n if same else f"{n} ({default!r})" for n, default in given)
 
 
 def lines(page, shown):
