@@ -16,6 +16,7 @@ from clvla.cl.from_scratch import FromScratch
 from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
 from clvla.cl.l2 import L2
+from clvla.cl.lfl import LFL
 from clvla.cl.lwf import LwF, weights_of
 from clvla.cl.mas import MAS
 from clvla.cl.packnet import PackNet, largest, matrices
@@ -29,7 +30,7 @@ from clvla.policies.ema import EMA
 
 torch.set_num_threads(1)
 STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
-FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
+FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
               gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5))
 
@@ -64,7 +65,7 @@ class Agreeing(AGEM):
     def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
 
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.),
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.),
                                   lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
 def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
     assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
@@ -74,7 +75,7 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     plain = quick_run(Sequential(), ONE, head, steps=12)
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
-@pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
+@pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, LFL, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
                                   lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
@@ -160,6 +161,13 @@ def test_lwf_sees_the_noise_of_the_training_forward():
     ctx = trained_on(lwf, policy, "flow")
     ctx.noise,ctx.time = policy.draw(6, torch_rng(2, "noise"))
     assert lwf.compute_penalty(ctx).item() > 1e-4
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_lfl_moves_the_head_unless_it_is_frozen(freeze):
+    policy,lfl = tiny("l1"),LFL(freeze_head=freeze)
+    for t in range(2): lfl.prepare(policy, t, STREAM)
+    assert {p.requires_grad for p in policy.head.parameters()} == {not freeze}
+    assert any(p.requires_grad for p in policy.parameters())
 
 def test_lwf_asks_with_past_instructions_in_turn():
     lwf = LwF()

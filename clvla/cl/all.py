@@ -29,6 +29,7 @@ algos = Registry("algorithm",
     derpp="clvla.cl.derpp:DERpp",
     der="clvla.cl.der:DER",
     lwf="clvla.cl.lwf:LwF",
+    lfl="clvla.cl.lfl:LFL",
     packnet="clvla.cl.packnet:PackNet",
     task_lora="clvla.cl.task_lora:TaskLoRA")
 

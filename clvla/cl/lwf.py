@@ -30,15 +30,16 @@ class LwF(CLAlgorithm):
 
     def compute_penalty(self, ctx):
         if not self.teacher: return None
-        given,batch,pred = dict(noise=ctx.noise, time=ctx.time),ctx.batch,ctx.out["pred"]
+        given,batch,out = dict(noise=ctx.noise, time=ctx.time),ctx.batch,ctx.out
         if self.prompts == "past":
             batch = self.asked(ctx)
-            pred = ctx.forward(batch, **given)[1]["pred"]
+            out = ctx.forward(batch, **given)[1]
         self.teacher = to_device(self.teacher, ctx.device)
-        target = answers(ctx.policy, self.teacher, batch, given)
-        penalty = self.lam*output_error(pred, target, batch[PAD]).mean()
+        penalty = self.lam*self.difference(out, answers(ctx.policy, self.teacher, batch, given), batch)
         self.last = penalty.detach()
         return penalty
+
+    def difference(self, out, target, batch): return output_error(out["pred"], target["pred"], batch[PAD]).mean()
 
     def asked(self, ctx)->dict:
         "The batch with the instructions of past tasks in turn."
@@ -51,12 +52,12 @@ def answers(
     weights:dict, # name -> tensor, used instead of the policy's own
     batch:dict,
     given:dict    # noise and time
-):                # tensor
+)->dict:          # `pred` and `pooled`
     "What the policy puts out with other weights, in evaluation mode."
     training = [m for m in policy.modules() if m.training]
     policy.train(False)
     try:
-        with torch.no_grad(): return functional_call(policy, weights, (batch,), given)[1]["pred"]
+        with torch.no_grad(): return functional_call(policy, weights, (batch,), given)[1]
     finally:
         for m in training: m.training = True
 

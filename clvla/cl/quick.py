@@ -124,12 +124,15 @@ class QuickPolicy(nn.Module):
         s,a = batch[STATE],batch[ACTION].flatten(1)
         if self.head == "flow":
             e,tau,a,s = noise.flatten(2),time[..., None],a[:, None],s[:, None].expand(-1, time.shape[1], -1)
-            pred = self.net(torch.cat([s, tau*e + (1-tau)*a, tau], 2))
+            pooled = self.net[:-1](torch.cat([s, tau*e + (1-tau)*a, tau], 2))
+            pred = self.net[-1](pooled)
             loss = (pred - (e-a)).square().mean((1, 2))
         else:
-            pred = self.net(s)
+            pooled = self.net[:-1](s)
+            pred = self.net[-1](pooled)
             loss = (pred-a).abs().mean(1) if self.head == "l1" else (pred-a).square().mean(1)
-        return (loss.mean() if reduction == "mean" else loss), {"pred": pred.unflatten(-1, (self.H, self.A))}
+        out = dict(pred=pred.unflatten(-1, (self.H, self.A)), pooled=pooled)
+        return (loss.mean() if reduction == "mean" else loss), out
 
 # %% ../../nbs/cl/04_quick.ipynb #e0eeeeab
 def quick_loop(

@@ -78,12 +78,12 @@ class Policy(nn.Module):
     def prepare(self, batch:dict)->dict: return batch # called ahead of the step, in the loader's thread
 
     def forward(self, batch:dict, *, noise=None, time=None, reduction:str="mean"):
-        "Loss (mean, or one per sample) and what the head predicted."
+        "Loss (mean, or one per sample); what the head predicted, `pred`, and the vectors that it read, `pooled`."
         if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
         check_action(batch, self.H, self.A)
         ctx = replace(self.encode(batch), n_actions=batch.get(N_ACTIONS))
         loss,out = self.head.loss(ctx, batch[ACTION], batch[PAD], noise, time)
-        return (loss.mean() if reduction == "mean" else loss), out
+        return (loss.mean() if reduction == "mean" else loss), out | dict(pooled=ctx.pooled)
 
     @torch.no_grad()
     def predict_chunk(self, obs:dict, *, n:int=1, noise=None, generator=None)->Tensor:
