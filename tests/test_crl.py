@@ -47,6 +47,6 @@ def test_a_stage_without_an_evaluation_is_refused():
 
 
 def test_what_was_not_measured_stays_unknown():
-    records = [{"task": t, "frames": f, "return": 1.} for t, f in (("a", 0), ("b", 0), ("a", 1), ("b", 2), ("a", 2))]
+    records = [{"task": t, "frames": f, "reward": 1.} for t, f in (("a", 0), ("b", 0), ("a", 1), ("b", 2), ("a", 2))]
     c = from_episodes(records, ["a", "b"], 1, [1, 2])
     assert np.isnan(c.returns[1, 1]) and np.isnan(measures(c)["zero-shot transfer"]) and measures(c)["isolated forgetting, cycle 0"] == 0

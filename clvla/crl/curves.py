@@ -145,7 +145,7 @@ def band(x, low, high, rgb:str)->go.Scatter:
 
 # %% ../../nbs/crl/00_curves.ipynb #c7000028
 def from_episodes(
-    records,     # episodes: dicts with task, return, frames
+    records,     # episodes: dicts with task, reward (its sum), frames
     task_ids,    # tasks that are trained, in order
     cycles:int,
     ends,        # training steps at which each stage ended
@@ -162,7 +162,7 @@ def from_episodes(
     total,n = np.zeros((2, len(columns), len(steps)))
     for r in (r for r in records if r["task"] in columns):
         for i in [i for i,task in enumerate(columns) if task == r["task"]]:
-            total[i, place[r["frames"]]] += r["return"]
+            total[i, place[r["frames"]]] += r["reward"]
             n[i, place[r["frames"]]] += 1
     returns = np.divide(total, n, out=np.full_like(total, np.nan), where=n > 0)
     return Curves(tuple(task_ids), cycles, steps, returns, ends)
