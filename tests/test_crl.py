@@ -186,7 +186,7 @@ def test_a_pair_is_evaluated_and_never_trained(tmp_path):
 def test_bad_settings_are_refused_before_anything_is_made(tmp_path, kw, says):
     from clvla.crl.learner import learn_tasks
     with pytest.raises(ValueError, match=says): learn_tasks(small(tmp_path/"run", **kw), say=len)
-    assert not (tmp_path/"run/episodes.jsonl").exists()
+    assert not (tmp_path/"run").exists()
 
 
 def test_an_agents_checkpoints_are_not_evaluated_afterwards(done):

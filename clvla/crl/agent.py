@@ -62,7 +62,7 @@ class Agent:
         for name,value in dict(n_envs=n_envs, horizon=horizon).items(): check_count(name, value)
         self.seed,self.n_envs,self.horizon = seed,n_envs,horizon
 
-    def check(self, exp:Experiment): pass
+    def check(self, exp:Experiment, spaces:Spaces): pass
     def build(self, exp:Experiment, spaces:Spaces, device="cpu"): self.spaces,self.device = spaces,device
     def act(self, obs:dict, draws:Tensor)->dict:
         logp = log_probs(torch.zeros(len(draws), self.spaces.largest), obs["n_actions"])

@@ -40,10 +40,12 @@ def check_agent(
 )->tuple:           # the `Experiment`, its `Spaces`
     "Look up every name of a config and build each environment once; ValueError says what was probably meant."
     exp = experiment_of(cfg)
-    make_agent(cfg.algo, cfg.seed, **cfg.algo_kw).check(exp)
+    agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
     spaces = spaces_of(exp, cfg.image_size)
     told = len(exp.trained) if cfg.tell_task else 0
-    return exp,Spaces(spaces.image_size, spaces.state+told, spaces.n_actions)
+    spaces = Spaces(spaces.image_size, spaces.state+told, spaces.n_actions)
+    agent.check(exp, spaces)
+    return exp,spaces
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00008
 class AgentLearner(OnStream):
@@ -164,7 +166,8 @@ def evaluate_if_due(self:AgentLearner, stage:Stage):
 @patch
 def evaluate(self:AgentLearner, t:int, step=None):
     "Play every task's evaluation episodes after stage `t` (-1: before the first), or after `step` updates inside it."
-    run,name = self.shell.run,self.stages[t].name if t >= 0 else ""
+    run = self.shell.run
+    name = self.stages[t].name if t >= 0 else ""
     point = dict(stage=t, after=name, step=step, frames=self.frames)
     recorded = {record_key(r) for r in run.episodes()}
     wanted = [(t, step, i, k) for i in self.stream.ids for k in range(self.exp.eval_episodes)]
