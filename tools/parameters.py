@@ -1,4 +1,4 @@
-"""Write the lists of rarely needed parameters into the parameters cells of run_cl and run_rl, where papermill looks for names.
+"""Write the lists of rarely needed parameters into the parameters cells of run_cl, run_rl and run_crl, where papermill looks for names.
 
     python tools/parameters.py            # rewrite the lists; tests/test_run.py checks that they are complete
 
@@ -17,10 +17,13 @@ BEGIN, END = '_others = """', '"""'
 def groups_and_menu(page):
     "The classes whose fields a page takes, those that count first, and the menu of its `algo`."
     from clvla.cl.all import algos
+    from clvla.crl.all import agents
+    from clvla.crl.config import AgentConfig, AgentSettings
     from clvla.rl.all import methods
     from clvla.rl.config import PracticeConfig, PracticeSettings
     from clvla.run.config import RunConfig
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
+    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), agents
     shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
     return (shared, algos) if page == "run_cl" else ((PracticeConfig, PracticeSettings, *shared), methods)
 
@@ -33,13 +36,14 @@ def fields_with_help(groups):
             if m: yield m[1], {"field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}.get(m[2], m[2]), m[3]
 
 
-def settings_with_owner(menu_of_algos):
+def settings_with_owner(menu_of_algos, with_policies=True):
     "Name, default and owners of every setting of the algorithms and policies that come with the library."
     from clvla.policies.all import policies
     from clvla.run.config import arguments, settings_of
     from clvla.train.config import FILLED
     owners = {}
-    for kind, menu in (("algo_kw", menu_of_algos), ("model_kw", policies)):
+    menus = dict(algo_kw=menu_of_algos) | (dict(model_kw=policies) if with_policies else {})   # agents have no policy
+    for kind, menu in menus.items():
         for name in menu:
             defaults = {p.name: p.default for p in arguments(menu[name])}
             for setting in settings_of(menu[name], FILLED[kind]):
@@ -53,7 +57,7 @@ def lines(page, shown):
     "The lines of the list, without the names that the cell itself defines."
     groups, menu = groups_and_menu(page)
     rows, taken = [], set(shown)
-    for name, default, text in [*fields_with_help(groups), *settings_with_owner(menu)]:
+    for name, default, text in [*fields_with_help(groups), *settings_with_owner(menu, page != "run_crl")]:
         if name in taken: continue
         taken.add(name)
         rows.append(f"{name} = {default}  # {text.replace('=', 'is')}")   # papermill reads one = a line
@@ -73,7 +77,7 @@ def write(name):
 
 
 def main():
-    for name in ("run_cl", "run_rl"): write(name)
+    for name in ("run_cl", "run_rl", "run_crl"): write(name)
 
 
 if __name__ == "__main__": main()

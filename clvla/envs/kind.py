@@ -22,6 +22,7 @@ class Kind:
     heavy = False       # its environments weigh hundreds of megabytes, so they share a queue instead of owning a row
     defaults = dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max", head="flow",
                     chunk=8, lr=1e-3) # settings that suit it
+    agents = dict(cycles=2, steps_per_task=2048, eval_every=1024, n_trials=10, image_size=16) # the same of agents that learn by reward
     recipe = dict(noise=.15, tail=4, fps=10) # how demonstrations are recorded: arguments of `make_demos`
     n_starts = None     # trials below it are the benchmark's own initial states
     hints = {}          # names that people try as a stream -> what to tell them
@@ -35,6 +36,7 @@ class Kind:
             setattr(self, name, value)
         if self.entries is None: self.entries = getattr(self.env, "entries", ())
         self.defaults = Kind.defaults | self.defaults
+        self.agents = Kind.agents | self.agents
         self.recipe = Kind.recipe | self.recipe
 
     def make(self, spec:dict, **kw)->"Env":

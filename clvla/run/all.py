@@ -9,8 +9,9 @@ __all__ = ['learners', 'configs', 'evaluations']
 from ..core.names import Registry
 
 # %% ../../nbs/run/10_all.ipynb #b0900006
-learners = Registry("learner", imitation="clvla.train.learner:Imitation", practice="clvla.rl.learner:Practice")
+learners = Registry("learner", imitation="clvla.train.learner:Imitation", practice="clvla.rl.learner:Practice",
+                    agent="clvla.crl.learner:AgentLearner")
 configs = Registry("learner", imitation="clvla.train.config:TrainConfig",   # the config class of each
-                   practice="clvla.rl.config:PracticeConfig")
+                   practice="clvla.rl.config:PracticeConfig", agent="clvla.crl.config:AgentConfig")
 evaluations = Registry("learner", imitation="clvla.train.checkpoint_eval:eval_named", # called with run folder and name
-                       practice="clvla.train.checkpoint_eval:eval_named")
+                       practice="clvla.train.checkpoint_eval:eval_named", agent="clvla.crl.learner:eval_agent")

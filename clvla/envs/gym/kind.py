@@ -27,6 +27,7 @@ class Gym(Kind):
     entries = dict(make=dict, picture=str, state=(str, list, tuple), success=str, expert=str)
     defaults = dict(head="discrete", chunk=1, n_demos=200, steps_per_task=600, lr=4e-4, image_size=48,
                     action_norm="identity")
+    agents = dict(cycles=3, steps_per_task=20_480, eval_every=5_120, n_trials=20, image_size=24)
     recipe = dict(noise=0., tail=0, fps=10)   # an action too many would end the episode
 
     def folder(self, spec:dict)->str:

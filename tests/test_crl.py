@@ -1,0 +1,208 @@
+"Continual reinforcement learning: curves and their metrics, experiments, agents, and runs that go on exactly."
+import numpy as np
+import pytest
+
+from clvla.crl.curves import Curves, boundary_values, final_performance, forgetting, from_episodes, measures, per_cycle, scales, smooth, transfer
+
+
+def curves(K=3, cycles=2, runs=4, seed=0, lengths=None):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(30, 90, K*cycles) if lengths is None else lengths
+    ends = np.cumsum(lengths)
+    steps = np.unique(np.concatenate([[0], ends, rng.choice(np.arange(1, ends[-1]), 40, replace=False)]))
+    return Curves(tuple("abcd"[:K]), cycles, steps, rng.normal(size=(runs, K, len(steps))), ends)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stages_of_any_length_against_plain_loops(seed):
+    c = curves(seed=seed)
+    F, Z, cycle = forgetting(c), transfer(c), per_cycle(c)
+    for s, i in np.ndindex(4, 3):
+        m = max(abs(x) for run in c.returns for x in run[i])
+        at = lambda k: [y for x, y in zip(c.steps, c.returns[s, i]) if x <= (c.ends[k] if k >= 0 else c.steps[0])][-1]
+        for k in range(c.L):
+            if k > i: assert F[s, i, k] == pytest.approx((at(k-1)-at(k))/m, abs=1e-12)
+            else: assert np.isnan(F[s, i, k])
+        for j in range(i): assert Z[s, i, j] == pytest.approx((at(j)-at(j-1))/m, abs=1e-12)
+    for s, n in np.ndindex(4, 2):
+        values = [F[s, i, k] for i in range(3) for k in range(3*n, 3*n+3) if k > i and k % 3 != i]
+        assert cycle[s, n] == pytest.approx(np.mean(values), abs=1e-12)
+
+
+def test_a_task_that_never_earned_has_no_scale():
+    c = Curves(("a", "b"), 1, [0, 1, 2], [[0, 1, .5], [0, 0, 0]], [1, 2])
+    assert np.isnan(scales(c)[1]) and np.isnan(transfer(c)[1, 0]) and forgetting(c)[0, 1] == .5 and final_performance(c) == .25
+
+
+@pytest.mark.parametrize("kw, says", [
+    (dict(steps=[0, 2, 2]), "steps must increase"), (dict(ends=[2, 1]), "ends must increase"), (dict(ends=[2]), "2 tasks x 1 cycles are 2 stages"),
+    (dict(returns=np.zeros((2, 2))), "each of the 3 evaluations")])
+def test_impossible_curves_are_refused(kw, says):
+    with pytest.raises(ValueError, match=says): Curves(**(dict(task_ids=("a", "b"), cycles=1, steps=[0, 1, 2], returns=np.zeros((2, 3)), ends=[1, 2]) | kw))
+
+
+def test_a_stage_without_an_evaluation_is_refused():
+    with pytest.raises(ValueError, match="stage 1 has no evaluation"): boundary_values(Curves(("a", "b"), 1, [0, 1, 9], np.ones((2, 3)), [2, 4]))
+    with pytest.raises(ValueError, match="window"): smooth(curves(), 0)
+
+
+def test_what_was_not_measured_stays_unknown():
+    records = [{"task": t, "frames": f, "reward": 1.} for t, f in (("a", 0), ("b", 0), ("a", 1), ("b", 2), ("a", 2))]
+    c = from_episodes(records, ["a", "b"], 1, [1, 2])
+    assert np.isnan(c.returns[1, 1]) and np.isnan(measures(c)["zero-shot transfer"]) and measures(c)["isolated forgetting, cycle 0"] == 0
+
+
+def small(path, data=None, **kw):
+    from clvla.crl.config import AgentConfig
+    base = dict(suite=dict(base="dot_2", env=dict(discrete=True), name="dots"), cycles=2, steps_per_task=160, eval_every=80, n_trials=2, image_size=8,
+                threads=1, run_dir=str(path), data_dir=str(path)+"-data", algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2, minibatch=20, epochs=2))
+    return AgentConfig(**base | kw)
+
+
+class Crash(BaseException): "A power cut: nothing is written."
+
+
+def crash_after(monkeypatch, n):
+    "The agent's `learn` number `n` never returns."
+    from clvla.crl.ppo import PPO
+    count, real = [0], PPO.learn
+
+    def learn(self, rollout):
+        count[0] += 1
+        if count[0] == n: raise Crash
+        return real(self, rollout)
+    monkeypatch.setattr(PPO, "learn", learn)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    from clvla.crl.learner import learn_tasks
+    return learn_tasks(small(tmp_path_factory.mktemp("crl")/"run"), say=len)
+
+
+@pytest.mark.parametrize("n, kw", [(1, {}), (3, {}), (4, dict(save_every=1)), (7, dict(save_every=3)), (12, dict(save_every=2)), (16, dict(save_every=1))])
+def test_a_run_that_lost_power_ends_with_the_same_bits(tmp_path, done, n, kw):
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    with pytest.MonkeyPatch.context() as m:
+        crash_after(m, n)
+        with pytest.raises(Crash): learn_tasks(small(tmp_path/"run", **kw), say=len)
+    assert fingerprint(learn_tasks(small(tmp_path/"run", **kw), say=len).path) == fingerprint(done.path)
+
+
+def test_a_signal_stops_between_two_updates_and_the_run_goes_on(tmp_path, done):
+    import os
+    import signal
+    from clvla.crl.learner import learn_tasks
+    from clvla.crl.ppo import PPO
+    from clvla.run.resume import fingerprint
+    from clvla.run.stop import Stopped
+    count, real = [0], PPO.learn
+
+    def learn(self, rollout):
+        count[0] += 1
+        if count[0] == 6: os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, rollout)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(PPO, "learn", learn)
+        with pytest.raises(Stopped): learn_tasks(small(tmp_path/"run"), say=len)
+    lines = []
+    assert fingerprint(learn_tasks(small(tmp_path/"run"), lines.append).path) == fingerprint(done.path)
+    assert lines[0] == "continued after 001+000002-right"
+
+
+def test_no_step_is_lost_and_every_task_is_evaluated_at_every_point(done):
+    from clvla.crl.learner import curves_of
+    from clvla.core.trials import use_of
+    records, logs = done.episodes(), done.logs()
+    assert [r["frames"] for r in logs] == [40*k for k in range(1, 17)] and {use_of(r["trial"])[0] for r in records} == {"report"}
+    points = sorted({(r["stage"], r["step"] or 99, r["frames"]) for r in records})
+    assert points == [(-1, 99, 0), *((t, s, 160*t+80*k) for t in range(4) for k, s in ((1, 2), (2, 99)))] and len(records) == 9*4
+    c = curves_of(done.path)
+    assert c.ends.tolist() == [160, 320, 480, 640] and c.returns.shape == (2, 9) and not np.isnan(c.returns).any()
+
+
+def test_a_budget_that_is_no_multiple_of_a_rollout(tmp_path):
+    "The last rollout is shorter; a task's own budget counts."
+    from clvla.crl.learner import curves_of, learn_tasks
+    suite = dict(base="dot_2", env=dict(discrete=True), name="dots", budget=dict(right=45))
+    run = learn_tasks(small(tmp_path/"run", suite=suite, cycles=1, steps_per_task=90), say=len)
+    assert curves_of(run.path).ends.tolist() == [90, 136]   # 45 steps of two environments
+
+
+def test_hooks_come_once_and_in_order_also_over_a_restart(tmp_path):
+    from clvla.crl.all import agents
+    from clvla.crl.learner import learn_tasks
+    heard = []
+
+    class Listener(agents["random"]):
+        n = 0
+        def on_cycle_start(self, cycle): heard.append(("cycle", cycle))
+        def on_cycle_end(self, cycle): heard.append(("end", cycle))
+        def on_task_start(self, stage): heard.append((stage.task_id, stage.cycle))
+        def on_task_end(self, stage): heard.append(("done", stage.t))
+        def learn(self, rollout):
+            Listener.n += 1
+            if Listener.n == 6: raise Crash
+            return {}
+    agents["listener"] = Listener
+    cfg = small(tmp_path/"run", algo="listener", algo_kw=dict(n_envs=2, horizon=20), save_every=1)
+    try:
+        with pytest.raises(Crash): learn_tasks(cfg, say=len)
+        learn_tasks(cfg, say=len)
+    finally: del agents["listener"]
+    assert heard == [("cycle", 0), ("left", 0), ("done", 0), ("right", 0), ("done", 1), ("end", 0),
+                     ("cycle", 1), ("left", 1), ("done", 2), ("right", 1), ("done", 3), ("end", 1)]
+
+
+def test_tasks_with_different_numbers_of_actions(tmp_path):
+    "The pole has two actions, the car three: no action is chosen that a task does not have."
+    pytest.importorskip("gymnasium")
+    from clvla.crl.learner import learn_tasks
+    from clvla.data.streams import Stream, Task
+    from clvla.envs.all import streams
+    spec = lambda name: dict(kind="gym", name=name, picture="none", state="none", success="never", max_steps=10)
+    tasks = [Task("pole", "CartPole-v1", "hold", spec("CartPole-v1")), Task("car", "MountainCar-v0", "climb", spec("MountainCar-v0"))]
+    streams["two_sizes"] = Stream("two_sizes", tasks)
+    try: run = learn_tasks(small(tmp_path/"run", suite="two_sizes", cycles=1, steps_per_task=40), say=len)   # the environment refuses others
+    finally: del streams["two_sizes"]
+    assert {r["task"] for r in run.episodes()} == {"pole", "car"}
+
+
+def test_a_pair_is_evaluated_and_never_trained(tmp_path):
+    from clvla.crl.learner import curves_of, learn_tasks
+    suite = dict(base="dot_2", env=dict(discrete=True), eval_env=dict(discrete=True, max_steps=3), name="dots")
+    run = learn_tasks(small(tmp_path/"run", suite=suite, cycles=1, steps_per_task=40), say=len)
+    assert {r["task"] for r in run.logs()} == {"left", "right"}
+    steps = [r["steps"] for r in run.episodes() if r["task"] == "left-test"]
+    assert steps and max(steps) <= 3 and curves_of(run.path).task_ids == ("left", "right")
+
+
+@pytest.mark.parametrize("kw, says", [
+    (dict(suite="dot_2"), "continuous actions"), (dict(suite="dots"), "there is no experiment 'dots'"), (dict(suite="procgen_6_tasks_5_cycles"), "cannot be made"),
+    (dict(suite="chores_sequential_multi_traj"), "crl_alfred"), (dict(algo="pppo"), "did you mean 'ppo'"), (dict(algo_kw=dict(gama=1.)), "did you mean 'gamma'"),
+    (dict(algo_kw=dict(gamma=2.)), "gamma must be"), (dict(num_processes=2), "one process"), (dict(precision="bf16"), "float32"),
+    (dict(cycles=-1), "cycles must not be negative"), (dict(algo_kw=dict(horizon=0)), "horizon must be"), (dict(image_size=2), "at least 4 pixels")])
+def test_bad_settings_are_refused_before_anything_is_made(tmp_path, kw, says):
+    from clvla.crl.learner import learn_tasks
+    with pytest.raises(ValueError, match=says): learn_tasks(small(tmp_path/"run", **kw), say=len)
+    assert not (tmp_path/"run").exists()
+
+
+def test_an_agents_checkpoints_are_not_evaluated_afterwards(done):
+    from clvla.run.all import evaluations
+    with pytest.raises(ValueError, match="evaluates every task while it learns"): evaluations["agent"](done.path, "more")
+
+
+def test_the_page(tmp_path):
+    "The smoke run, as a user starts it, and the list of its parameters."
+    from papermill.inspection import inspect_notebook
+    from test_run import ROOT, page
+    from clvla.core.files import read_json
+    from clvla.crl.config import AgentConfig
+    out = page("run_crl", tmp_path/"page.ipynb", "-p", "smoke", "True", "-p", "suite", "{'base': 'dot_2', 'env': {'discrete': True}}",
+               "-p", "run_dir", str(tmp_path/"run"))
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert read_json(tmp_path/"run/done.json") == dict(stages=4, frames=512)
+    listed = set(inspect_notebook(ROOT/"nbs/run_crl.ipynb"))
+    assert not set(AgentConfig.__dataclass_fields__) - listed and {"gamma", "entropy_weight", "horizon"} <= listed
