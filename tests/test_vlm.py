@@ -22,6 +22,7 @@ from clvla.policies.all import build_policy, check_policy, head_for, load_policy
 from clvla.policies.base import Context, n_params, param_groups
 from clvla.policies.lora import add_lora, merge_lora
 from clvla.policies.vlm.llamaoft import LLAMA_TINY, open_gates, tiny_llama_tokenizer
+from clvla.policies.vlm.neurovla import NeuroHead, StateContext
 from clvla.policies.vlm.oft import OFTHead
 from clvla.policies.vlm.paligemmaoft import HALF, PALIGEMMA_TINY, tiny_gemma_tokenizer
 from clvla.policies.vlm.qwen import QWEN_TINY, Chat, make_trunk, patches, tiny_tokenizer
@@ -35,13 +36,13 @@ from clvla.train.config import TrainConfig, resolve
 from clvla.train.learner import train_cl
 
 torch.set_num_threads(1)
-FAMILIES = {"qwenoft": "l1", "qwengr00t": "flow", "paligemmaoft": "l1", "llamaoft": "l1"}   # family -> its head
+FAMILIES = {"qwenoft": "l1", "qwengr00t": "flow", "paligemmaoft": "l1", "llamaoft": "l1", "neurovla": "l1"}   # family -> its head
 TINY = [f"{name}-tiny" for name in FAMILIES]
 PICTURE = 3, 2   # tokens in a row of two pictures
 MARK = {"qwen": "<|image_pad|>", "paligemma": "<image>", "llama": "<|image|>"}   # trunk -> a mark of its text
 
 
-def trunk(name): return next(k for k in MARK if name.startswith(k))
+def trunk(name): return next((k for k in MARK if name.startswith(k)), "qwen")   # neurovla is on Qwen2.5-VL
 def name_of(policy): return next(k for k in TINY if type(policy) is policies[k])
 
 
@@ -362,7 +363,8 @@ PUBLISHED = {
         "language_model.embed_tokens": (128264, 4096), "vision_model.patch_embedding": (1280, 3, 14, 14),
         "vision_model.gated_positional_embedding.tile_embedding": (9, 4*1025*1280), "multi_modal_projector": (4096, 7680),
         "language_model.layers.38.cross_attn.k_proj": (1024, 4096), "language_model.layers.39.self_attn.k_proj": (1024, 4096)})}
-HEADS = dict(qwenoft=42_012_679, qwengr00t=153_609_735, paligemmaoft=42_012_679, llamaoft=167_911_431)
+HEADS = dict(qwenoft=42_012_679, qwengr00t=153_609_735, paligemmaoft=42_012_679, llamaoft=167_911_431, neurovla=17_912_200)
+RATES = dict(neurovla={"head.qformer": 5e-5, "head.edit": 5e-5})   # family -> beside the trunk's, of a run at 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -370,7 +372,8 @@ def test_the_published_size_has_the_published_number_of_parameters(name):
     numbers, parameters, some = PUBLISHED[trunk(name)]
     with torch.device("meta"): p = policies[name]()
     assert (n_params(p.vlm), len(list(p.vlm.parameters()))) == (numbers, parameters) and n_params(p.head) == HEADS[name]
-    assert not any("lm_head" in k for k, _ in p.named_modules()) and p.pretrained() == ["vlm."] and p.lr_of(1e-4) == {"vlm": 1e-5}
+    assert not any("lm_head" in k for k, _ in p.named_modules()) and p.pretrained() == ["vlm."]
+    assert p.lr_of(1e-4) == {"vlm": 1e-5} | RATES.get(name, {})
     shapes = {k: tuple(q.shape) for k, q in p.vlm.named_parameters()}
     assert {k: shapes[k+".weight"] for k in some} == some
     with torch.device("meta"): assert policies[name].largest_rank() == max(min(p.get_submodule(n).weight.shape) for n in p.lora_targets())
@@ -441,7 +444,7 @@ def test_storing_in_a_fresh_process_and_importing_nothing_early(tmp_path):
     "The families' modules load transformers when a trunk is built, not before."
     for name in TINY: save_policy(make_policy(name, 32, seed=4), name, tmp_path/name)
     code = f"""import sys; sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})
-import json, clvla.train.learner, clvla.policies.vlm.qwenoft, clvla.policies.vlm.qwengr00t, clvla.policies.vlm.paligemmaoft, clvla.policies.vlm.llamaoft
+import json, clvla.train.learner, clvla.policies.vlm.qwenoft, clvla.policies.vlm.qwengr00t, clvla.policies.vlm.paligemmaoft, clvla.policies.vlm.llamaoft, clvla.policies.vlm.neurovla
 from clvla.policies.all import policies
 [policies[name].check(image_size=32) for name in {TINY!r}]
 assert "transformers" not in sys.modules
@@ -468,7 +471,7 @@ def test_adapters_train_the_rest_stays_to_the_bit_and_merging_changes_no_chunk(n
     p = build_policy(Run(model=name, lora_rank=2), 4, 4)
     frozen = {k: q.detach().clone() for k, q in p.named_parameters() if not q.requires_grad}
     assert {k.split(".")[1] for k in frozen if k.startswith("vlm")} == {k for k, _ in p.vlm.named_children()}
-    assert p.queries is None or p.queries.requires_grad
+    assert (p.queries is None or p.queries.requires_grad) and all(q.requires_grad for q in p.head.parameters())
     save_base(p, tmp_path/"weights")
     opt = torch.optim.AdamW(param_groups(p, 1e-2, .1))
     for i in range(2):
@@ -487,7 +490,8 @@ def test_adapters_train_the_rest_stays_to_the_bit_and_merging_changes_no_chunk(n
 def test_rates_of_parts(policy):
     eye = "vlm."+next(k for k, _ in policy.vlm.named_children() if k.startswith("vis"))
     groups = param_groups(policy, 1e-3, lr_of={eye: 1e-5, "head": 1e-4})
-    assert {g["name"].split("/")[0]: g["lr"] for g in groups} == {"all": 1e-3, eye: 1e-5, "head": 1e-4} and policy.lr_of(1e-3) == {}
+    assert {g["name"].split("/")[0]: g["lr"] for g in groups} == {"all": 1e-3, eye: 1e-5, "head": 1e-4}
+    assert policy.lr_of(1e-3) == ({"head": 1e-3/8} if name_of(policy) == "neurovla-tiny" else {})
     assert sum(q.numel() for g in groups for q in g["params"]) == n_params(policy)
     with pytest.raises(ValueError, match="no parameter begins with 'vlm.visul'"): param_groups(policy, 1e-3, lr_of={"vlm.visul": 1e-5})
 
@@ -530,6 +534,17 @@ def test_the_regression_reads_each_query_by_itself():
     assert moved[:2].max() == 0 and moved[2] > 1e-3
 
 
+def test_the_spiking_head_starts_from_rest_and_is_blind_to_padding_and_to_later_slots():
+    head, ctx = NeuroHead(16, 3, 4, 2, W=32, n_heads=4, G=8, E=16, n=64), StateContext(**vars(known()), state=torch.ones(5, 2))
+    before = head.sample(ctx)
+    far = replace(ctx, tokens=ctx.tokens.clone())
+    far.tokens[:, 5:] = 99.
+    assert torch.allclose(head.sample(far), before, atol=1e-5) and torch.equal(head.sample(ctx), before)
+    slots = head.qformer(ctx.tokens, ctx.mask)
+    moved = (head.spiking(slots)-head.spiking(torch.cat([slots[:, :2], -slots[:, 2:]], 1))).abs().amax((0, 2))
+    assert moved[:2].max() < 1e-5 and moved[2] > 1e-3
+
+
 # --- it sees and hears
 ONE_LAYER = {"qwen": dict(depth=1, fullatt_block_indexes=[0]), "paligemma": dict(num_hidden_layers=1),
              "llama": dict(num_hidden_layers=1, intermediate_layers_indices=[0])}
@@ -547,8 +562,9 @@ def test_it_goes_to_the_square_that_the_sentence_names(name, lr, steps):
     "Where the squares are is in the picture only, and which one is meant in the sentence only."
     torch.manual_seed(0)
     p = smaller(name)(SIZE, 2, 2, SQUARES_H)
-    rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(p.parameters(), lr, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=steps)
+    parts = param_groups(p, lr, .01, p.lr_of(lr)) if p.lr_of(lr) else p.parameters()
+    rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(parts, lr, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, [part["lr"] for part in opt.param_groups], total_steps=steps)
     for _ in range(steps):
         loss_of(p, squares(32, rng)[0], noise)[0].backward()
         opt.step(), opt.zero_grad(), schedule.step()
@@ -560,7 +576,8 @@ def test_it_goes_to_the_square_that_the_sentence_names(name, lr, steps):
 # --- runs
 @pytest.mark.parametrize("name,kw", [
     ("qwenoft-tiny", dict(lora_rank=4, prefetch=1)),
-    ("qwengr00t-tiny", dict(blind=True, deaf=True, evaluate="none"))])
+    ("qwengr00t-tiny", dict(blind=True, deaf=True, evaluate="none")),
+    ("neurovla-tiny", dict(lora_rank=2, evaluate="none"))])
 def test_a_run_that_crashed_goes_on_as_if_it_had_not(name, kw, shared_data, tmp_path, monkeypatch):
     "MIR on two small tasks: with adapters, batches ahead and evaluation, and as a blind and deaf control."
     kw = dict(model=name, algo="mir", algo_kw=dict(refresh=2, candidates=8), steps_per_task=3, threads=1, **kw)

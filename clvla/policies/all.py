@@ -25,7 +25,9 @@ policies = Registry("policy", **{
     "paligemmaoft": "clvla.policies.vlm.paligemmaoft:PaliGemmaOFT",
     "paligemmaoft-tiny": "clvla.policies.vlm.paligemmaoft:TinyPaliGemmaOFT",
     "llamaoft": "clvla.policies.vlm.llamaoft:LlamaOFT",
-    "llamaoft-tiny": "clvla.policies.vlm.llamaoft:TinyLlamaOFT"})
+    "llamaoft-tiny": "clvla.policies.vlm.llamaoft:TinyLlamaOFT",
+    "neurovla": "clvla.policies.vlm.neurovla:NeuroVLA",
+    "neurovla-tiny": "clvla.policies.vlm.neurovla:TinyNeuroVLA"})
 
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
 practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy"})
