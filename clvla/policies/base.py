@@ -78,7 +78,7 @@ class Policy(nn.Module):
     def prepare(self, batch:dict)->dict: return batch # called ahead of the step, in the loader's thread
 
     def forward(self, batch:dict, *, noise=None, time=None, reduction:str="mean"):
-        "Loss (mean, or one per sample); what the head predicted, `pred`, and the vectors that it read, `pooled`."
+        "Loss (mean, or one per sample); what the head predicted, `pred`, and one vector of each observation, `pooled`."
         if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
         check_action(batch, self.H, self.A)
         ctx = replace(self.encode(batch), n_actions=batch.get(N_ACTIONS))
