@@ -373,7 +373,7 @@ def test_cost_in_samples_is_bounded():
     def passes(algo):
         loop,seen = quick_loop(STREAM),[]; ctx = loop.ctx
         quick_task(algo, loop, 0, steps=2)
-        ctx.policy.net.register_forward_hook(lambda m, x, y: seen.append(len(y)))
+        ctx.policy.net[-1].register_forward_hook(lambda m, x, y: seen.append(len(y)))
         quick_task(algo, loop, 1, steps=200); return sum(seen)
     er = passes(ER())
     assert passes(MIR(refresh=50)) <= 1.05*er and passes(MIR(refresh=200)) <= 1.02*er
