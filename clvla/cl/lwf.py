@@ -54,10 +54,10 @@ def answers(
     given:dict    # noise and time
 )->dict:          # `pred` and `pooled`
     "What the policy puts out with other weights, in evaluation mode."
-    training = [m for m in policy.modules() if m.training]
+    training,params = [m for m in policy.modules() if m.training],dict(policy.named_parameters())
+    weights = {k: x.detach().requires_grad_(k in params) for k,x in weights.items()}
     policy.train(False)
-    try:
-        with torch.no_grad(): return functional_call(policy, weights, (batch,), given)[1]
+    try: return {k: x.detach() for k,x in functional_call(policy, weights, (batch,), given)[1].items()}
     finally:
         for m in training: m.training = True
 
