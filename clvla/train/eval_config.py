@@ -14,6 +14,7 @@ from pathlib import Path
 from ..core.config import config_from, config_json
 from ..core.files import read_json, write_json
 from ..core.names import ACTION, IMAGE, IMAGES, STATE
+from ..core.trials import TRIALS
 from ..data.stats import Processor
 from ..data.streams import Stream, stream_from, stream_json
 from ..envs.all import kind_of, make_env, make_stream
@@ -119,9 +120,12 @@ def _check_numbers(cfg:EvalConfig):
     for k,least in dict(n_trials=1, rows_per_task=0, n_workers=0, batch=0).items():
         if getattr(cfg, k) < least: raise ValueError(f"{k} must be {least} or more, found {getattr(cfg, k)}")
     part_of(cfg.part)
-    if not 0 <= cfg.first_trial <= 99_999-cfg.n_trials:
-        raise ValueError(f"first_trial must leave all trials within 0..99999, found {cfg.first_trial}; "
-                         "demonstrations used the numbers above")
+    used = [next((use for use in ("report", "selection") if TRIALS[use][0] <= trial < TRIALS[use][1]), None)
+            for trial in (cfg.first_trial, cfg.first_trial+cfg.n_trials-1)]
+    if None in used or len(set(used)) > 1:
+        raise ValueError(f"trials {cfg.first_trial} to {cfg.first_trial+cfg.n_trials-1} must all be for reporting "
+                         f"(0..{TRIALS['report'][1]-1}) or all for selection ({TRIALS['selection'][0]}.."
+                         f"{TRIALS['selection'][1]-1}); demonstrations and practice use the numbers between")
     if cfg.evaluate not in ("lower", "full"):
         raise ValueError(f"evaluate must be 'lower' or 'full', found {cfg.evaluate!r}")
 
