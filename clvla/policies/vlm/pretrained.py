@@ -148,7 +148,7 @@ def open_folder(
 
 def stock_class(name:str): return getattr(importlib.import_module("transformers"), name)
 
-# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000018
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f800003a
 @contextmanager
 def quiet():
     "Without the bars and reports of transformers."
@@ -160,6 +160,7 @@ def quiet():
         logging.set_verbosity(level)
         if bars: logging.enable_progress_bar()
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000018
 @patch
 def fill(self:Folder,
     tensors:dict, # name in the files -> tensor, or a slice of a file
@@ -235,8 +236,12 @@ def load(self:Folder,
     slices = {k: f.get_slice(k) for f in files for k in f.keys()}
     model = self.fill(slices, dtype=getattr(torch, dtype), attn_implementation=attention)
     n = sum(p.numel() for p in model.parameters())
-    say(f"{self.stock.model} of {self.path}: {n/1e6:.0f} million weights in {dtype}, attention {attention}")
+    line = f"{self.stock.model} of {self.path}: {n/1e6:.3g} million weights in {dtype}, attention {attention}"
+    if line not in _said: say(line)
+    _said.add(line)
     return model
+
+_said = set() # a run builds its policy several times, and says it once
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000028
 @patch
