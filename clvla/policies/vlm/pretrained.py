@@ -136,7 +136,8 @@ def open_folder(
     names = sorted(p.name for p in path.iterdir())
     if "config.json" not in names: raise ValueError(f"{path} has no config.json, found {names[:9]}; {AGAIN}")
     about = read_json(path/"config.json")
-    if not isinstance(about, dict) or (kind := about.get("model_type")) != stock.kind:
+    kind = about.get("model_type") if isinstance(about, dict) else None
+    if kind != stock.kind:
         raise ValueError(f"{path} holds weights of another family: model_type in config.json is {kind!r}, expected "
                          f"{stock.kind!r}; name other weights, or choose the model that these belong to")
     for what,some in dict(tokenizer=TOKENIZER, pictures=PICTURES).items():

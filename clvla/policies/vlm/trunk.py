@@ -174,15 +174,17 @@ class VLM(Policy):
         kept = tuple(f"vlm.{name}." for name in self.config.get("freeze", ()))
         return [n for n in super().lora_targets() if not f"{n}.".startswith(kept)]
 
-    def embed(self,
-        ids:Tensor, # (B,L) of a row
-        obs:dict
-    )->Tensor:      # (B,L,D)
-        "Inputs of the text model: words from its table, and the state and the queries at the end."
-        words = self.vlm.get_input_embeddings()(ids)[:,:-self.chat.n_own]
-        own = [self.state(obs[STATE])[:,None]]
-        if self.queries is not None: own.append(self.queries.expand(len(ids), -1, -1))
-        return torch.cat([words, *(x.to(words.dtype) for x in own)], 1)
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a10003
+@patch
+def embed(self:VLM,
+    ids:Tensor, # (B,L) of a row
+    obs:dict
+)->Tensor:      # (B,L,D), of the trunk's type
+    "Inputs of the text model: words from its table, and the state and the queries at the end."
+    words = self.vlm.get_input_embeddings()(ids)[:,:-self.chat.n_own]
+    own = [self.state(obs[STATE])[:,None]]
+    if self.queries is not None: own.append(self.queries.expand(len(ids), -1, -1))
+    return torch.cat([words, *(x.to(words.dtype) for x in own)], 1)
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a10002
 def on_meta()->bool: return torch.get_default_device().type == "meta"
