@@ -45,7 +45,7 @@ def models_home()->Path:
 def hub_cache(name:str)->Path|None:
     "The folder of a name in the hub's cache; does not go to the network."
     from huggingface_hub import try_to_load_from_cache
-    try: found = try_to_load_from_cache(name, "config.json")
+    try: found = try_to_load_from_cache(name, "config.json", cache_dir=os.environ.get("HF_HUB_CACHE"))
     except ValueError: return None # it is a path, no name of the hub
     return Path(found).parent if isinstance(found, str) else None
 
