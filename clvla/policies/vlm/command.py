@@ -30,10 +30,10 @@ def look(
     names = [name for name,cls in known.items() if cls.stock.kind == kind]
     if not names:
         kinds = sorted({cls.stock.kind for cls in known.values()})
-        raise ValueError(f"{path} holds weights that no model reads: model_type in config.json is {kind!r}, expected one "
-                         f"of {', '.join(kinds)}")
+        raise ValueError(f"{path} holds weights that no model reads: model_type in config.json is {kind!r}, expected "
+                         f"one of {', '.join(kinds)}")
     folder = open_folder(known[names[0]].stock, str(path))
-    folder.check_keys(); folder.tokenizer(); folder.colours()
+    for check in (folder.check_keys, folder.tokenizer, folder.colours): check()
     return folder,names
 
 # %% ../../../nbs/policies/vlm/09_command.ipynb #f900000b
@@ -114,7 +114,8 @@ def said(folder:Folder, names:list):
     "Say what a folder holds and how a run uses it."
     size = sum((folder.path/f).stat().st_size for f in folder.files)
     kw = "" if find_folder(folder.stock.hub) == folder.path else f""" -p model_kw '{{"weights": "{folder.path}"}}'"""
-    print(f"{folder.path}: {sum(map(len, folder.files.values()))} tensors in {len(folder.files)} files, {size/1e9:.3g} GB")
+    n = sum(map(len, folder.files.values()))
+    print(f"{folder.path}: {n} tensors in {len(folder.files)} files, {size/1e9:.3g} GB")
     print(f"sha256 {folder.source()['sha256']}, with configuration, tokenizer and colours")
     for name in names:
         sizes,usual = policies[name].shape_of(folder).image_sizes,arguments_of(policies[name])["image_size"].default

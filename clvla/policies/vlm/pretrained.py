@@ -130,9 +130,9 @@ def open_folder(
     "Find a folder and look at what it holds; ValueError says what was found and what was expected."
     path = find_folder(name)
     if path is None:
-        raise ValueError(f"there are no weights {name!r} on this machine (looked in {models_home()}, for a folder of that "
-                         f"path, and in the hub's cache); fetch them once with: clvla-weights {name}. Without them, use "
-                         "the tiny size (add -tiny to the model's name)")
+        raise ValueError(f"there are no weights {name!r} on this machine (looked in {models_home()}, for a folder of "
+                         f"that path, and in the hub's cache); fetch them once with: clvla-weights {name}. Without "
+                         "them, use the tiny size (add -tiny to the model's name)")
     names = sorted(p.name for p in path.iterdir())
     if "config.json" not in names: raise ValueError(f"{path} has no config.json, found {names[:9]}; {AGAIN}")
     about = read_json(path/"config.json")
@@ -147,7 +147,9 @@ def open_folder(
     with reading(path/"config.json"): config = stock_class(stock.config).from_pretrained(path, local_files_only=True)
     return Folder(path=path, stock=stock, config=config, files=files, by_path=path == Path(name).expanduser().resolve())
 
-def stock_class(name:str): return getattr(importlib.import_module("transformers"), name)
+def stock_class(name:str):
+    "A class of transformers, which is imported when it is first asked for."
+    return getattr(importlib.import_module("transformers"), name)
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f800003a
 @contextmanager
@@ -155,7 +157,8 @@ def quiet():
     "Without the bars and reports of transformers."
     logging = importlib.import_module("transformers.utils.logging")
     level,bars = logging.get_verbosity(),logging.is_progress_bar_enabled()
-    logging.set_verbosity_error(); logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try: yield
     finally:
         logging.set_verbosity(level)
@@ -288,10 +291,12 @@ def check_settings(
     config:dict # its arguments
 ):
     "ValueError for settings of a trunk that cannot be meant."
-    who,can = family.__name__,family.stock.attentions if family.stock else ATTENTIONS
-    weights,dtype,attention,freeze = [config.get(k, v) for k,v in dict(weights="", dtype="float32", attention="",
-                                                                      freeze=()).items()]
-    if not isinstance(weights, str): raise ValueError(f"policy {who}: weights are {weights!r}, expected a folder or a name")
+    who,stock = family.__name__,family.stock
+    can = stock.attentions if stock else ATTENTIONS
+    unset = dict(weights="", dtype="float32", attention="", freeze=())
+    weights,dtype,attention,freeze = [config.get(k, v) for k,v in unset.items()]
+    if not isinstance(weights, str):
+        raise ValueError(f"policy {who}: weights are {weights!r}, expected a folder or a name")
     for name,value,some in (("dtype", dtype, DTYPES), ("attention", attention, ("", *can))):
         if value not in some:
             raise ValueError(f"policy {who}: {name} is {value!r}, expected one of {', '.join(map(repr, some))}")
@@ -300,7 +305,7 @@ def check_settings(
                          "dtype, or take the published size (the model's name without -tiny)")
     if not isinstance(freeze, (list, tuple)) or not all(isinstance(name, str) and name for name in freeze):
         raise ValueError(f"policy {who}: freeze is {freeze!r}, expected a list of the trunk's modules, as in "
-                         f"[{family.stock.eye if family.stock else 'visual'!r}]")
+                         f"[{stock.eye if stock else 'visual'!r}]")
 
 def check_modules(
     who:str,        # the policy's name, for the message

@@ -156,7 +156,8 @@ class VLM(Policy):
         self.state = nn.Sequential(nn.Linear(config["state_dim"], D), nn.GELU(), nn.Linear(D, D))
         self.queries = nn.Parameter(.02*torch.randn(n, D)) if n else None
         if self.shape.pretrained and not folder: return # on the meta device: no tokenizer
-        if folder: self.colours,self.source = folder.colours(),None if on_meta() else folder.source()
+        if folder: self.colours = folder.colours()
+        if folder and not on_meta(): self.source = folder.source()
         self.chat = self.make_turn(folder.tokenizer() if folder else self.make_tokenizer(), 1+n)
         self.longest_prompt = self.shape.text["max_position_embeddings"] - len(self.chat.front + self.chat.back)
 
@@ -165,7 +166,7 @@ class VLM(Policy):
     @classmethod
     def n_tokens(cls, sides:dict)->int: return sum(g*g for g in sides.values()) # that pictures take in the row
     @classmethod
-    def pictures_of(cls, vision:dict)->tuple: return vision["image_size"], # sizes of pictures that a folder's model takes
+    def pictures_of(cls, vision:dict)->tuple: return vision["image_size"], # sizes that a folder's model takes
     def prompt_length(self, text): return len(self.chat.words(text))
     def pretrained(self): return ["vlm."] if self.shape.pretrained else []
     def lr_of(self, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
@@ -187,7 +188,9 @@ def embed(self:VLM,
     return torch.cat([words, *(x.to(words.dtype) for x in own)], 1)
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a10002
-def on_meta()->bool: return torch.get_default_device().type == "meta"
+def on_meta()->bool:
+    "Whether tensors are made without memory now."
+    return torch.get_default_device().type == "meta"
 
 @patch(cls_method=True)
 def folder_of(cls:VLM, config:dict)->Folder|None:
