@@ -284,6 +284,7 @@ DEEP = {   # found when the weights are read
     "a new name": (renamed, r"\(2 differences\): missing visual.*; unexpected visual.extra"),
     "a tokenizer that is none": (lambda f: (f/"tokenizer.json").write_text("{}"), "tokenizer.json is damaged"),
     "another's tokenizer": (lambda f: [p.unlink() for p in f.glob("chat*")] and tiny_llama_tokenizer().save_pretrained(f), "is another model's: '<.image_pad.>' has id"),
+    "no padding": (edit("tokenizer_config.json", '"pad_token": "<|endoftext|>"', '"pad_token": null'), "has no padding token"),
     "colours that are none": (edit("preprocessor_config.json", "0.1,", '"x",'), "expected three numbers each"),
     "another patch size": (edit("preprocessor_config.json", '"patch_size": 8', '"patch_size": 14'), "patch_size is 14, and this family prepares pictures with 8"),
     "another scale": (edit("preprocessor_config.json", "0.00392156862745098", "0.5"), "rescale_factor is 0.5"),

@@ -257,6 +257,8 @@ def tokenizer(self:Folder):
     if found != expected or self.stock.mark not in t.get_vocab():
         raise ValueError(f"the tokenizer in {self.path} is another model's: {self.stock.mark!r} has id {found}, and "
                          f"config.json says {expected}; {AGAIN}")
+    if t.pad_token_id is None:
+        raise ValueError(f"the tokenizer in {self.path} has no padding token; add pad_token to tokenizer_config.json")
     return t
 
 @patch
