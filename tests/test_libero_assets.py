@@ -273,7 +273,7 @@ def test_the_command(tmp_path):
 
 def test_the_command_is_installed_and_the_extra_is_whole():
     cp = ConfigParser(delimiters=["="]); cp.read(HERE/"settings.ini", encoding="utf-8"); c = cp["DEFAULT"]
-    assert c["console_scripts"].split() == ["clvla-libero=clvla.envs.libero.command:main"]
+    assert "clvla-libero=clvla.envs.libero.command:main" in c["console_scripts"].split()
     asked = {r.split(">")[0].split("=")[0] for r in c["libero_requirements"].split()}
     assert asked == set(assets.VERSIONS) | {"huggingface_hub"}
     assert set(SUITES) == set(KNOWN["init_states"])

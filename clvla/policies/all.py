@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['policies', 'practised', 'class_of', 'make_policy', 'stored_policy', 'load_policy', 'head_for', 'policy_arguments',
-           'check_policy', 'build_policy']
+           'check_policy', 'check_trained', 'build_policy']
 
 # %% ../../nbs/policies/09_all.ipynb #931cb78f
+import torch
 from pathlib import Path
 from ..core.batch import first_weights
 from ..core.names import IMAGE, Registry
@@ -77,6 +78,7 @@ def load_policy(
     about = read_policy(folder)
     policy,lora = stored_policy(folder, about),about.get("lora")
     if lora: add_lora(policy, lora["rank"], lora["alpha"], lora["pretrained"])
+    elif about.get("published", {}).get("left"): note_frozen(policy)
     if "base" in about: load_base(policy, **about["base"])
     if prepare is not None: prepare(policy)
     load_weights(policy, folder, about)
@@ -123,6 +125,15 @@ def check_policy(
     largest = family.largest_rank(**kw)
     if largest is not None: check_rank(getattr(cfg, "lora_rank", 0), largest)
 
+# %% ../../nbs/policies/09_all.ipynb #fd000002
+def check_trained(
+    policy:Policy # about to be trained
+):
+    "ValueError for weights that would be trained in a type with few digits."
+    short = [n for n,p in policy.named_parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    if short: raise ValueError(f"{len(short)} weights would be trained in bfloat16 (as {short[0]}), where small steps "
+                               "are lost; set dtype to 'float32', or train adapters beside them (lora_rank 8)")
+
 # %% ../../nbs/policies/09_all.ipynb #9a3064c8
 def build_policy(
     cfg,               # as in `policy_arguments`, with seed, lora_rank, lora_alpha, init_from as well
@@ -136,6 +147,7 @@ def build_policy(
     policy = make_policy(cfg.model, seed=cfg.seed, **kw)
     if cfg.init_from: init_weights(policy, cfg.init_from)
     if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.lora_alpha, bool(cfg.init_from), cfg.seed)
-    elif policy.pretrained(): note_frozen(policy)
+    elif policy.pretrained(): note_frozen(policy, bool(cfg.init_from))
     check_frozen(policy, bool(cfg.init_from))
+    check_trained(policy)
     return policy

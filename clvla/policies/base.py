@@ -60,6 +60,7 @@ class Policy(nn.Module):
     longest_prompt = None # largest `prompt_length` that it reads; None: no limit
     lora = None        # with adapters: dict(rank, alpha, pretrained), see page policies/lora
     frozen,base = (),None # names of the weights that lie in a base file, and that file, see page policies/weights
+    left,source = (),None # names of the weights that are left in a folder of published ones, and dict(path, sha256)
 
     def __init__(self,
         config:dict # keyword arguments that build this policy again; `H` and `action_dim` are among them
@@ -68,6 +69,8 @@ class Policy(nn.Module):
         self.config,self.H,self.A = dict(config),config["H"],config["action_dim"]
         self.pixels = camera_pixels(config.get("image_size"), config.get("cameras") or ())
 
+    @classmethod
+    def sizes_of(cls, config:dict): return cls.image_sizes # or those that follow from other arguments
     def encode(self, obs:dict, tokens:bool=False)->Context:
         raise NotImplementedError(f"{type(self).__name__} needs encode(obs, tokens=False)")
 
@@ -160,14 +163,15 @@ def check(cls:Policy,
     config = {k: p.default for k,p in known.items() if p.default is not p.empty} | config
     for k in ("H", "action_dim", "state_dim"):
         if k in config: check_count(who, k, config[k])
-    if "image_size" in config: check_images(cls, config["image_size"], config.get("cameras"))
+    if "image_size" in config: check_images(cls, config["image_size"], config.get("cameras"), cls.sizes_of(config))
     return config
 
 # %% ../../nbs/policies/00_base.ipynb #f12549e7
 def check_images(
     cls,        # a subclass of `Policy`
     image_size, # pixels, or a dict image key -> pixels
-    cameras     # image keys; None: the main camera, or those of `image_size`
+    cameras,    # image keys; None: the main camera, or those of `image_size`
+    sizes=None  # pixels that it takes; None: any
 ):
     "ValueError for cameras that are none, and for sizes that the family cannot take."
     keys = (list(image_size) if isinstance(image_size, dict) else [IMAGE]) if cameras is None else cameras
@@ -177,9 +181,9 @@ def check_images(
                          f"begin with {IMAGES!r}, as in {[IMAGE]}")
     for k,h in camera_pixels(image_size, keys).items():
         check_count(cls.__name__, f"image_size of {k}", h)
-        if cls.image_sizes and h not in cls.image_sizes:
+        if sizes and h not in sizes:
             raise ValueError(f"policy {cls.__name__} cannot take images of {h} pixels ({k}), it takes "
-                             f"{', '.join(map(str, cls.image_sizes))}; set image_size to one of these")
+                             f"{', '.join(map(str, sizes))}; set image_size to one of these")
 
 # %% ../../nbs/policies/00_base.ipynb #3d378140
 @patch

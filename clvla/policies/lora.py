@@ -36,7 +36,9 @@ def add_lora(
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=those), policy)
     g = torch_rng(seed, "lora")
     for n in names:
-        A = policy.get_submodule(n).lora_A["default"].weight
+        layer = policy.get_submodule(n)
+        for part in (layer.lora_A, layer.lora_B): part.float() # also where the frozen matrix has fewer digits
+        A = layer.lora_A["default"].weight
         A.data.copy_(nn.init.kaiming_uniform_(torch.empty(A.shape), a=math.sqrt(5), generator=g))
     under = {id(policy.get_submodule(n).base_layer.weight) for n in names}
     loaded = ("",) if pretrained else tuple(policy.pretrained())
@@ -44,7 +46,7 @@ def add_lora(
         learns = n.startswith("head.") or id(p) not in under and not n.startswith(loaded)
         p.requires_grad_(".lora_" in n or id(p) in trained and learns)
     policy.lora = dict(rank=int(rank), alpha=float(alpha), pretrained=bool(pretrained))
-    return note_frozen(policy)
+    return note_frozen(policy, pretrained)
 
 # %% ../../nbs/policies/04_lora.ipynb #9cb8a5c6
 def check_rank(
@@ -104,5 +106,5 @@ def merge_lora(
         layer.merge(safe_merge=True)  # ValueError when a sum is not finite
         merged.set_submodule(n, layer.get_base_layer())
     del merged.peft_config
-    merged.lora,merged.frozen,merged.base = None,(),None
+    merged.lora,merged.frozen,merged.left,merged.base = None,(),(),None
     return merged.requires_grad_(True)

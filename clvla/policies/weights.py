@@ -20,14 +20,19 @@ def stored_weights(
     policy:Policy,    # any policy
     frozen:bool=False # the other part: what a checkpoint leaves to the base
 )->dict:              # name -> tensor, sharing memory with the policy
-    "What a checkpoint holds: every weight and buffer that does not lie in the base."
-    return {k: v for k,v in policy.state_dict().items() if (k in policy.frozen) == frozen}
+    "What a checkpoint holds: every weight and buffer that lies neither in the base nor in the published folder."
+    frozen_names,left = set(policy.frozen),set(policy.left)
+    return {k: v for k,v in policy.state_dict().items() if k not in left and (k in frozen_names) == frozen}
 
 def note_frozen(
-    policy:Policy # with frozen weights that shall lie in a base
-)->Policy:        # the same policy
+    policy:Policy,    # with frozen weights that shall lie in a base
+    loaded:bool=False # were all weights loaded from elsewhere? Then none of them is the published folder's
+)->Policy:            # the same policy
     "Note which weights are frozen now; weights that are frozen later stay in the checkpoints."
-    policy.frozen = tuple(k for k,p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad)
+    names = [k for k,p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad]
+    published = tuple(policy.pretrained()) if policy.source and not loaded else ()
+    policy.left = tuple(k for k in names if k.startswith(published))
+    policy.frozen = tuple(k for k in names if not k.startswith(published))
     return policy
 
 # %% ../../nbs/policies/03_weights.ipynb #dc021215
@@ -77,6 +82,7 @@ def save_policy(
         path = Path(os.path.relpath(policy.base["path"], folder.resolve())).as_posix()
         base = dict(base=dict(path=path, sha256=policy.base["sha256"]))
         about |= dict(lora=policy.lora | base) if policy.lora else base
+    if policy.source: about["published"] = policy.source | dict(left=bool(policy.left))
     write_weights(stored_weights(policy), folder/"weights.safetensors")
     write_json(folder/"policy.json", about)
     return folder
@@ -86,17 +92,18 @@ _AGAIN = "take the file that save_policy wrote"
 
 def read_policy(
     folder # written by save_policy
-)->dict:   # policy, config; where they apply lora: rank, alpha, pretrained, and base: full path, sha256
+)->dict:   # policy, config; where they apply lora: rank, alpha, pretrained; base: full path, sha256; published
     "What `policy.json` says; ValueError names the file and the entry that is wrong."
     path = Path(folder)/"policy.json"
     if not path.is_file(): raise ValueError(f"there is no stored policy at {folder}: {path} is missing")
-    d = entries(read_json(path), dict(policy=str, config=dict, lora=dict, base=dict), str(path), _AGAIN,
-                optional=["lora", "base"])
+    d = entries(read_json(path), dict(policy=str, config=dict, lora=dict, base=dict, published=dict), str(path),
+                _AGAIN, optional=["lora", "base", "published"])
     sizes = dict(H=int, action_dim=int)   # every policy has these; the rest is up to its class
     entries({k: v for k,v in d["config"].items() if k in sizes}, sizes, f"{path}, config", _AGAIN)
     if "lora" in d:
         _check_lora(d["lora"], f"{path}, lora")
         d["base"] = d["lora"].pop("base")
+    if "published" in d: _check_base(d["published"], f"{path}, published", left=bool)
     if "base" in d:
         _check_base(d["base"], f"{path}, base")
         d["base"]["path"] = str((Path(folder).resolve()/d["base"]["path"]).resolve())
@@ -109,9 +116,9 @@ def _check_lora(lora:dict, where:str):
         raise ValueError(f"{where}: rank must be 1 or more, alpha above 0, both below {2**16}; found {lora['rank']}, "
                          f"{lora['alpha']}; {_AGAIN}")
 
-def _check_base(base:dict, where:str):
-    "ValueError unless this names a base file."
-    entries(base, dict(path=str, sha256=str), where, _AGAIN)
+def _check_base(base:dict, where:str, **more):
+    "ValueError unless this names a base file, or a folder."
+    entries(base, dict(path=str, sha256=str) | more, where, _AGAIN)
     if not re.fullmatch("[0-9a-f]{64}", base["sha256"]):
         raise ValueError(f"{where}: {base['sha256']!r} is no SHA-256; {_AGAIN}")
 
@@ -155,6 +162,11 @@ def check_stored(
         raise ValueError(f"{folder} was trained on other frozen weights (sha256 {about['base']['sha256'][:12]}) than "
                          f"this policy has ({policy.base['sha256'][:12]}); {fits}")
 
+    if (there := about.get("published")) and policy.source and there["sha256"] != policy.source["sha256"]:
+        raise ValueError(f"{folder} was trained on other published weights or another tokenizer (sha256 "
+                         f"{there['sha256'][:12]}, then at {there['path']}) than {policy.source['path']} holds now "
+                         f"({policy.source['sha256'][:12]}); put the old files back, or start a new run")
+
 def load_weights(
     policy:Policy, # of the same build
     path,          # safetensors file, or a folder that holds weights.safetensors
@@ -169,6 +181,8 @@ def load_weights(
     if about is None and (Path(path)/"policy.json").exists(): about = read_policy(path)
     if about: check_stored(policy, about, path)
     if about and "base" in about and not policy.frozen: new = check_base(**about["base"]) | new
+    if about and about.get("published", {}).get("left") and not policy.left: # the policy has these already
+        new = {k: v for k,v in stored_weights(policy).items() if k.startswith(tuple(policy.pretrained()))} | new
     fill(stored_weights(policy), new, path)
 
 # %% ../../nbs/policies/03_weights.ipynb #5882ffb9

@@ -14,6 +14,7 @@ from torch import nn
 from ...core.names import PROMPT, STATE, require
 from ..base import Context, check_obs
 from .oft import OFT
+from .pretrained import Stock
 from .trunk import (CLIP_MEAN, CLIP_STD, VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile,
                                       word_merges)
 
@@ -121,13 +122,17 @@ class Seen(Turn):
 # %% ../../../nbs/policies/vlm/05_llamaoft.ipynb #f5a0001b
 class Llama(VLM):
     "A policy on a Llama-3.2-Vision trunk, without its head."
-    shape,image_sizes,one_size = LLAMA_11B,LLAMA_11B.image_sizes,True
+    shape,image_sizes,one_size,colours = LLAMA_11B,LLAMA_11B.image_sizes,True,(CLIP_MEAN, CLIP_STD)
+    stock = Stock(hub="meta-llama/Llama-3.2-11B-Vision", kind="mllama", config="MllamaConfig", model="MllamaModel",
+                  mark=MARKS[3], eye="vision_model")
+    make_tokenizer = staticmethod(tiny_llama_tokenizer)
 
     @classmethod
     def n_tokens(cls, sides): return len(sides) # a picture is one token of the row
-    def make_vlm(self): return make_mllama(self.shape, next(iter(self.pixels.values())))
-    def make_turn(self, n_own): return Seen(tiny_llama_tokenizer(), picture_sides(self.shape, self.pixels), n_own)
-    def picture(self, images): return normalise(images, CLIP_MEAN, CLIP_STD)
+    @classmethod
+    def make_vlm(cls, pixels): return make_mllama(cls.shape, next(iter(pixels.values())))
+    def make_turn(self, tokenizer, n_own): return Seen(tokenizer, picture_sides(self.shape, self.pixels), n_own)
+    def picture(self, images): return normalise(images, *self.colours)
 
     def tiles(self, obs):
         "What the vision tower reads: (B,V,T,3,h,h) with the picture as the first tile, ids of its shape, its tiles."
@@ -142,7 +147,7 @@ class Llama(VLM):
         tiles = self.tiles(obs)
         cross = sees[...,None]*tiles["aspect_ratio_mask"][:,None] # (B,L,V,T)
         h = self.vlm(inputs_embeds=self.embed(ids, obs), attention_mask=mask.long(), position_ids=places,
-                     cross_attention_mask=cross, **tiles, use_cache=False).last_hidden_state
+                     cross_attention_mask=cross, **tiles, use_cache=False).last_hidden_state.float()
         spans = self.chat.spans(ids.shape[1])
         return Context(pooled=h[:,spans["state"].start], tokens=h, mask=mask, spans=spans)
 
@@ -155,8 +160,12 @@ class LlamaOFT(OFT, Llama):
         action_dim:int=7,        # A
         H:int=8,                 # steps of a chunk
         head:str="l1",           # the family has one
-        cameras:tuple|None=None  # image keys; None: the main camera, or those of `image_size`
-    ): super().__init__(image_size, state_dim, action_dim, H, head, cameras)
+        cameras:tuple|None=None, # image keys; None: the main camera, or those of `image_size`
+        weights:str="",          # folder or hub name of the published weights; "": the family's own
+        dtype:str="float32",     # of the trunk: float32 or bfloat16
+        attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
+        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
+    ): super().__init__(image_size, state_dim, action_dim, H, head, cameras, weights, dtype, attention, freeze)
 
 class TinyLlamaOFT(LlamaOFT):
     "The same lines at the size of a laptop."

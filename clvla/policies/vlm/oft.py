@@ -42,10 +42,14 @@ class OFT:
         action_dim:int=7,        # A
         H:int=8,                 # steps of a chunk
         head:str="l1",           # the family has one
-        cameras:tuple|None=None  # image keys; None: the main camera, or those of `image_size`
+        cameras:tuple|None=None, # image keys; None: the main camera, or those of `image_size`
+        weights:str="",          # folder or hub name of the published weights; "": the family's own
+        dtype:str="float32",     # of the trunk: float32 or bfloat16
+        attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
+        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
     ):
         super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                              cameras=cameras))
+                              cameras=cameras, weights=weights, dtype=dtype, attention=attention, freeze=freeze))
         self.head = OFTHead(self.shape.text["hidden_size"], H, action_dim)
 
     @classmethod

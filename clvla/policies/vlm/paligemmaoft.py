@@ -14,6 +14,7 @@ from torch import nn
 from ...core.names import PROMPT, STATE, require
 from ..base import Context, check_obs
 from .oft import OFT
+from .pretrained import Stock
 from .trunk import VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile, word_merges
 
 # %% ../../../nbs/policies/vlm/04_paligemmaoft.ipynb #f4a00008
@@ -66,7 +67,7 @@ class Prefix(Turn):
         n_own:int      # positions of the suffix
     ):
         super().__init__(tokenizer, pictures, n_own)
-        self.front = [tokenizer.image_token_id]*sum(g*g for g in pictures.values()) + [tokenizer.bos_token_id]
+        self.front = [tokenizer.convert_tokens_to_ids(MARKS[5])]*sum(g*g for g in pictures.values()) + [tokenizer.bos_token_id]
         self.back = self.encode("\n") + [self.pad]*n_own
 
     def rows(self,
@@ -90,18 +91,22 @@ HALF = .5,.5,.5 # mean and deviation of SigLIP's pictures, each colour
 # %% ../../../nbs/policies/vlm/04_paligemmaoft.ipynb #f4a0001c
 class PaliGemma(VLM):
     "A policy on a PaliGemma trunk, without its head."
-    shape,image_sizes,one_size = PALIGEMMA_3B,PALIGEMMA_3B.image_sizes,True
+    shape,image_sizes,one_size,colours = PALIGEMMA_3B,PALIGEMMA_3B.image_sizes,True,(HALF, HALF)
+    stock = Stock(hub="google/paligemma-3b-pt-224", kind="paligemma", config="PaliGemmaConfig",
+                  model="PaliGemmaModel", mark=MARKS[5], eye="vision_tower")
+    make_tokenizer = staticmethod(tiny_gemma_tokenizer)
 
-    def make_vlm(self): return make_paligemma(self.shape, next(iter(self.pixels.values())))
-    def make_turn(self, n_own): return Prefix(tiny_gemma_tokenizer(), picture_sides(self.shape, self.pixels), n_own)
-    def picture(self, images): return normalise(images, HALF, HALF)
+    @classmethod
+    def make_vlm(cls, pixels): return make_paligemma(cls.shape, next(iter(pixels.values())))
+    def make_turn(self, tokenizer, n_own): return Prefix(tokenizer, picture_sides(self.shape, self.pixels), n_own)
+    def picture(self, images): return normalise(images, *self.colours)
 
     def encode(self, obs, tokens=False):
         check_obs(obs, self.pixels, self.config["state_dim"])
         ids,mask,places,kinds = (x.to(obs[STATE].device) for x in self.chat.rows(obs[PROMPT]))
         pixels = torch.stack(self.prepared(obs), 1).flatten(0, 1) # sample after sample, camera after camera
         h = self.vlm(inputs_embeds=self.embed(ids, obs), attention_mask=mask.long(), position_ids=places,
-                     token_type_ids=kinds, pixel_values=pixels, use_cache=False).last_hidden_state
+                     token_type_ids=kinds, pixel_values=pixels, use_cache=False).last_hidden_state.float()
         spans = self.chat.spans(ids.shape[1])
         return Context(pooled=h[:,spans["state"].start], tokens=h, mask=mask, spans=spans)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastcore.basics import patch
 from ...core.names import PROMPT, STATE, require
 from ..base import Context, check_obs
+from .pretrained import ATTENTIONS, FLASH, Stock
 from .trunk import (CLIP_MEAN, CLIP_STD, VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile,
                                       word_merges)
 
@@ -142,23 +143,33 @@ def spans(self:Chat,
 def patches(
     images:Tensor, # (B,3,h,h) bytes
     p:int,         # pixels of a patch's side
-    merge:int      # patches that are merged, in each direction
+    merge:int,     # patches that are merged, in each direction
+    mean=CLIP_MEAN, std=CLIP_STD # of each colour
 )->Tensor:         # (B,N,3,p,p) float32
     "Normalised patches, those of a merged patch together."
     g = images.shape[-1]//(p*merge)
-    x = normalise(images, CLIP_MEAN, CLIP_STD)
+    x = normalise(images, mean, std)
     x = x.view(-1, 3, g, merge, p, g, merge, p).permute(0, 2, 5, 3, 6, 1, 4, 7) # B, rows, columns, 2, 2, 3, p, p
     return x.reshape(len(images), -1, 3, p, p)
 
 # %% ../../../nbs/policies/vlm/01_qwen.ipynb #f1a00023
 class Qwen(VLM):
     "A policy on a Qwen2.5-VL trunk, without its head."
-    shape,image_sizes = QWEN_3B,QWEN_3B.image_sizes
+    shape,image_sizes,colours = QWEN_3B,QWEN_3B.image_sizes,(CLIP_MEAN, CLIP_STD)
+    stock = Stock(hub="Qwen/Qwen2.5-VL-3B-Instruct", kind="qwen2_5_vl", config="Qwen2_5_VLConfig",
+                  model="Qwen2_5_VLModel", mark=MARKS[5], eye="visual", attentions=(*ATTENTIONS, FLASH))
+    make_tokenizer = staticmethod(tiny_tokenizer)
 
-    def make_vlm(self): return make_trunk(self.shape)
-    def make_turn(self, n_own): return Chat(tiny_tokenizer(), picture_sides(self.shape, self.pixels), n_own)
+    @classmethod
+    def make_vlm(cls, pixels): return make_trunk(cls.shape)
+    @classmethod
+    def pictures_of(cls, vision):
+        side = vision["patch_size"]*vision["spatial_merge_size"]
+        return tuple(range(2*side, 16*side+1, side))
+
+    def make_turn(self, tokenizer, n_own): return Chat(tokenizer, picture_sides(self.shape, self.pixels), n_own)
     def picture(self, images):
-        return patches(images, self.shape.vision["patch_size"], self.shape.vision["spatial_merge_size"])
+        return patches(images, self.shape.vision["patch_size"], self.shape.vision["spatial_merge_size"], *self.colours)
 
     def encode(self, obs, tokens=False):
         check_obs(obs, self.pixels, self.config["state_dim"])
@@ -166,7 +177,7 @@ class Qwen(VLM):
         x = self.embed(ids, obs)
         pixels,grid = self.pictures(obs)
         h = self.vlm(input_ids=ids, inputs_embeds=x, attention_mask=mask.long(), position_ids=places,
-                     pixel_values=pixels, image_grid_thw=grid, use_cache=False).last_hidden_state
+                     pixel_values=pixels, image_grid_thw=grid, use_cache=False).last_hidden_state.float()
         spans = self.chat.spans(ids.shape[1])
         return Context(pooled=h[:,spans["state"].start], tokens=h, mask=mask, spans=spans)
 

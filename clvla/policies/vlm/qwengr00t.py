@@ -100,10 +100,15 @@ class QwenGR00T(Qwen):
         head:str="flow",         # the family has one
         cameras:tuple|None=None, # image keys; None: the main camera, or those of `image_size`
         repeats:int=4,           # noise draws per sample in the loss
-        euler_steps:int=4        # integration steps from noise to a chunk
+        euler_steps:int=4,       # integration steps from noise to a chunk
+        weights:str="",          # folder or hub name of the published weights; "": the family's own
+        dtype:str="float32",     # of the trunk: float32 or bfloat16
+        attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
+        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
     ):
         super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                              cameras=cameras, repeats=repeats, euler_steps=euler_steps))
+                              cameras=cameras, repeats=repeats, euler_steps=euler_steps, weights=weights, dtype=dtype,
+                              attention=attention, freeze=freeze))
         D = self.shape.text["hidden_size"]
         self.head = DiTHead(D, H, action_dim, n_draws=repeats, n_euler=euler_steps, **self.dit)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'SPACE', 'CLIP_MEAN', 'CLIP_STD', 'PATCHES', 'CHAT_ROOM', 'VLMShape', 'picture_sides', 'camera_keys',
-           'join_pairs', 'word_merges', 'Turn', 'tile', 'VLM', 'normalise']
+           'join_pairs', 'word_merges', 'Turn', 'tile', 'VLM', 'on_meta', 'normalise']
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00003
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ...core.names import IMAGE, IMAGES, STATE, require
 from ..base import Policy, camera_pixels, check_obs
 from ..heads import check_head
+from .pretrained import (Folder, check_modules, check_settings, choose_attention, find_folder,
+                                           open_folder)
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00008
 @dataclass(frozen=True, kw_only=True)
@@ -135,39 +137,94 @@ def tail(self:Turn,
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00018
 class VLM(Policy):
     "A policy on a vision-language model, without its head."
-    shape = None     # a `VLMShape`
-    one_size = False # whether the model has one table of positions, for pictures of one size
+    shape = None       # a `VLMShape`
+    stock = None       # a `Stock`: what a folder of its published weights holds
+    one_size = False   # whether the model has one table of positions, for pictures of one size
+    colours = None     # mean and deviation of each colour, in units of the largest byte
 
     def __init__(self,
         config:dict # arguments of the family
     ):
         config = config | dict(cameras=camera_keys(**config))
         self.check(**config)
+        folder = self.folder_of(config)
+        if folder and folder.by_path: config["weights"] = str(folder.path)
         super().__init__(config)
+        self.shape = self.shape_of(folder)
         D,n = self.shape.text["hidden_size"],self.n_queries(config)
-        self.vlm = self.make_vlm()
+        self.vlm = self.trunk_of(folder)
         self.state = nn.Sequential(nn.Linear(config["state_dim"], D), nn.GELU(), nn.Linear(D, D))
         self.queries = nn.Parameter(.02*torch.randn(n, D)) if n else None
-        if self.shape.pretrained: return # its tokenizer is not read yet, see `check`
-        self.chat = self.make_turn(1+n)
+        if self.shape.pretrained and not folder: return # on the meta device: no tokenizer
+        if folder: self.colours = folder.colours()
+        if folder and not on_meta(): self.source = folder.source()
+        self.chat = self.make_turn(folder.tokenizer() if folder else self.make_tokenizer(), 1+n)
         self.longest_prompt = self.shape.text["max_position_embeddings"] - len(self.chat.front + self.chat.back)
 
     @classmethod
     def n_queries(cls, config:dict)->int: return 0
     @classmethod
     def n_tokens(cls, sides:dict)->int: return sum(g*g for g in sides.values()) # that pictures take in the row
+    @classmethod
+    def pictures_of(cls, vision:dict)->tuple: return vision["image_size"], # sizes that a folder's model takes
     def prompt_length(self, text): return len(self.chat.words(text))
     def pretrained(self): return ["vlm."] if self.shape.pretrained else []
     def lr_of(self, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
 
-    def embed(self,
-        ids:Tensor, # (B,L) of a row
-        obs:dict
-    )->Tensor:      # (B,L,D)
-        "Inputs of the text model: words from its table, and the state and the queries at the end."
-        own = [self.state(obs[STATE])[:,None]]
-        if self.queries is not None: own.append(self.queries.expand(len(ids), -1, -1))
-        return torch.cat([self.vlm.get_input_embeddings()(ids)[:,:-self.chat.n_own], *own], 1)
+    def lora_targets(self):
+        kept = tuple(f"vlm.{name}." for name in self.config.get("freeze", ()))
+        return [n for n in super().lora_targets() if not f"{n}.".startswith(kept)]
+
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a10003
+@patch
+def embed(self:VLM,
+    ids:Tensor, # (B,L) of a row
+    obs:dict
+)->Tensor:      # (B,L,D), of the trunk's type
+    "Inputs of the text model: words from its table, and the state and the queries at the end."
+    words = self.vlm.get_input_embeddings()(ids)[:,:-self.chat.n_own]
+    own = [self.state(obs[STATE])[:,None]]
+    if self.queries is not None: own.append(self.queries.expand(len(ids), -1, -1))
+    return torch.cat([words, *(x.to(words.dtype) for x in own)], 1)
+
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a10002
+def on_meta()->bool:
+    "Whether tensors are made without memory now."
+    return torch.get_default_device().type == "meta"
+
+@patch(cls_method=True)
+def folder_of(cls:VLM, config:dict)->Folder|None:
+    "The folder of published weights that a policy's arguments name; None: random weights, or shapes alone."
+    name = config.get("weights", "")
+    if not cls.shape.pretrained or not name and on_meta(): return None
+    return open_folder(cls.stock, name or cls.stock.hub)
+
+@patch(cls_method=True)
+def shape_of(cls:VLM, folder:Folder|None)->VLMShape:
+    "The size of a folder's model, or the family's own."
+    if folder is None: return cls.shape
+    text,vision = folder.config.text_config.to_dict(),folder.config.vision_config.to_dict()
+    return VLMShape(text=text, vision=vision, marks={}, image_sizes=cls.pictures_of(vision), pretrained=True)
+
+@patch(cls_method=True)
+def sizes_of(cls:VLM, config:dict)->tuple:
+    "Sizes of pictures that the folder's model takes; the family's own where there is no folder yet."
+    check_settings(cls, config)
+    if cls.shape.pretrained and find_folder(config.get("weights") or cls.stock.hub):
+        return cls.shape_of(cls.folder_of(config)).image_sizes
+    return cls.image_sizes
+
+@patch
+def trunk_of(self:VLM, folder:Folder|None)->nn.Module:
+    "The stock model: a folder's, or one with random weights."
+    c = self.config
+    dtype = c.get("dtype", "float32")
+    how = choose_attention(c.get("attention", ""), self.stock, dtype, folder is not None)
+    if folder is None: vlm = self.make_vlm(self.pixels)
+    else: vlm = folder.empty(how) if on_meta() else folder.load(dtype, how)
+    if folder is None and how != "sdpa": vlm.set_attn_implementation(how)
+    for name in c.get("freeze", ()): vlm.get_submodule(name).requires_grad_(False)
+    return vlm
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00019
 CLIP_MEAN,CLIP_STD = (.48145466, .4578275, .40821073),(.26862954, .26130258, .27577711)
@@ -201,27 +258,29 @@ def check(cls:VLM, **config)->dict:
     "Raise ValueError for arguments that this family cannot be built with; builds nothing."
     require("transformers", "vlm")
     config = super(VLM, cls).check(**config)
+    folder = cls.folder_of(config)
+    shape = cls.shape_of(folder)
     check_head(cls.__name__, config["head"], config["action_dim"], config.get("n_actions"))
     pixels = camera_pixels(config["image_size"], camera_keys(**config))
     if cls.one_size and len(set(pixels.values())) > 1:
         raise ValueError(f"policy {cls.__name__}: image_size is {pixels}, and the vision tower has one table of "
                          "positions, for pictures of one size; render all cameras at that size")
-    sides = picture_sides(cls.shape, pixels)
-    n,context = cls.n_tokens(sides),cls.shape.text["max_position_embeddings"]
+    sides = picture_sides(shape, pixels)
+    n,context = cls.n_tokens(sides),shape.text["max_position_embeddings"]
     own = 1+cls.n_queries(config)
     if n+own+CHAT_ROOM > context:
         raise ValueError(f"policy {cls.__name__}: {len(sides)} pictures take {n} tokens, state and queries {own} and "
                          f"the chat up to {CHAT_ROOM}, and the model reads {context}; lower image_size or chunk, or "
                          "leave out a camera")
-    if cls.shape.pretrained and torch.get_default_device().type != "meta":
-        raise ValueError(f"policy {cls.__name__} is the published size, and this version cannot read published weights "
-                         "and tokenizers yet; use its tiny size (add -tiny to the name). To count its parameters, "
-                         "build it under torch.device('meta')")
+    if config.get("freeze"):
+        with torch.device("meta"): model = folder.empty() if folder else cls.make_vlm(pixels)
+        check_modules(cls.__name__, config["freeze"], model)
     return config
 
 @patch(cls_method=True)
 def largest_rank(cls:VLM, **config)->int:
     "The smaller side of the widest layer: of the text model's, or of the vision tower's merger."
-    cls.check(**config)
-    vision = cls.shape.vision
-    return max(cls.shape.text["hidden_size"], vision["hidden_size"]*vision.get("spatial_merge_size", 1)**2)
+    config = cls.check(**config)
+    shape = cls.shape_of(cls.folder_of(config))
+    text,vision = shape.text["hidden_size"],shape.vision["hidden_size"]*shape.vision.get("spatial_merge_size", 1)**2
+    return text if cls.stock and cls.stock.eye in config.get("freeze", ()) else max(text, vision)
