@@ -32,7 +32,8 @@ algos = Registry("algorithm",
     lfl="clvla.cl.lfl:LFL",
     packnet="clvla.cl.packnet:PackNet",
     task_lora="clvla.cl.task_lora:TaskLoRA",
-    dwe="clvla.cl.dwe:DWE")
+    dwe="clvla.cl.dwe:DWE",
+    router="clvla.cl.router:Router")
 
 # %% ../../nbs/cl/90_all.ipynb #c10c33e7
 def algo_settings(
