@@ -102,8 +102,8 @@ def eval_key(self:TaskLoRA, task_id):
 def refuse_lora(policy):
     "ValueError for a policy with the adapters of `lora_rank`."
     if getattr(policy, "lora", None):
-        raise ValueError(f"the policy's layers have the adapters of lora_rank {policy.lora['rank']}, and this algorithm "
-                         "adds weights of its own to them; set lora_rank to 0")
+        raise ValueError(f"the policy's layers have the adapters of lora_rank {policy.lora['rank']}, and this "
+                         "algorithm adds weights of its own to them; set lora_rank to 0")
 
 def _check_rank(policy, rank:int):
     "ValueError for a rank that is larger than every layer with an adapter, before the first task is trained."
