@@ -31,7 +31,9 @@ algos = Registry("algorithm",
     lwf="clvla.cl.lwf:LwF",
     lfl="clvla.cl.lfl:LFL",
     packnet="clvla.cl.packnet:PackNet",
-    task_lora="clvla.cl.task_lora:TaskLoRA")
+    task_lora="clvla.cl.task_lora:TaskLoRA",
+    dwe="clvla.cl.dwe:DWE",
+    router="clvla.cl.router:Router")
 
 # %% ../../nbs/cl/90_all.ipynb #c10c33e7
 def algo_settings(
