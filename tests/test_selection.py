@@ -2,14 +2,14 @@
 from pathlib import Path
 import numpy as np, pytest, torch
 from clvla.cl.all import make_algo
-from clvla.cl.base import Process, call_hook, flat
+from clvla.cl.base import Process, flat
 from clvla.cl.buffer import TaskBuffer
-from clvla.cl.engine import cl_step
 from clvla.cl.er import ER
+from clvla.cl.gss import GSS, gss_greedy
 from clvla.cl.probe import sample_grads
-from clvla.cl.quick import QuickData, QuickLoader, quick_loop, quick_run, quick_stream, quick_task
+from clvla.cl.quick import QuickData, quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.selection import BLIND, TaskFrames, center, herding, k_center, select, selections, sketch
-from clvla.core.batch import rng_state, take, torch_rng
+from clvla.core.batch import take, torch_rng
 from clvla.core.names import INDEX
 from clvla.core.seeds import np_rng
 from clvla.train.config import TrainConfig, resolve
@@ -161,3 +161,60 @@ def test_a_selection_under_zero3_is_refused_unless_it_is_blind(tmp_path):
                                               n_workers=1, run_dir=str(tmp_path/name), data_dir=str(tmp_path/"data")))
     for name in BLIND: check(config(name))
     with pytest.raises(ValueError, match="zero3.*'er'.*zero2"): check(config("herding"))
+
+
+# --- GSS
+def unit(x): return x/np.linalg.norm(x, axis=1, keepdims=True)
+
+@pytest.mark.parametrize("n", [3, None])
+def test_replacements_of_gss_have_the_papers_probabilities(n):
+    "Two stored directions and a newcomer: which slot is drawn, and whether it is taken, counted over many draws."
+    x = unit(np.array([[1., 0, 0], [.6, .8, 0], [-.5, -.5, .7]]))
+    C,c = np.array([1., 1.6]),1+max(x[2]@x[0], x[2]@x[1])
+    p = C/C.sum()*C/(C+c)                                   # eq. 2, by slot
+    rng,gone = np.random.default_rng(0),np.zeros(3)
+    for _ in range(4000):
+        kept = gss_greedy(x, [0, 1, 2], 2, n, 0., rng)
+        gone[next(iter({0, 1, 2}-set(kept.tolist())))] += 1
+    expected = 4000*np.array([*p, 1-p.sum()])
+    assert c < 1 and ((gone-expected)**2/expected).sum() < 13.8   # p > .001 at 2 degrees of freedom
+
+def test_gss_never_takes_what_is_too_close_and_orders_by_score():
+    x = unit(np.array([[1., 0], [0, 1.], [.6, .8], [.8, .6]]))
+    for s in range(20):
+        assert sorted(gss_greedy(x, range(4), 2, None, .5, np.random.default_rng(s))) == [0, 1]
+        assert gss_greedy(x, range(4), 4, None, .5, np.random.default_rng(s)).tolist() == [0, 1, 2, 3]   # scores 1, 1, 1.8, 1.96
+    zeros = np.zeros((9, 3))
+    assert len({*gss_greedy(zeros, range(9), 4, 2, .5, np.random.default_rng(0)).tolist()}) == 4
+
+def test_gss_remembers_less_alike_than_chance_where_frames_repeat():
+    rows = [k if k%5 == 0 else 5*(k%4) for k in range(60)]
+    loop = loop_after(stream=type(STREAM)(STREAM.ids, QuickData({i: take(b, rows) | {INDEX: torch.arange(60)} for i,b in STREAM.train.tasks.items()}), STREAM.test))
+    x = frames_of(loop).directions()
+    def alike(buf):
+        buf.add_task("task0", loop.ctx.data, loop.ctx)
+        k = buf.frames["task0"]
+        return (x[k]@x[k].T).mean(),len({rows[i] for i in k})
+    for s in range(5):
+        (a,few),(b,many) = alike(TaskBuffer(8, seed=s)),alike(GSS(8, seed=s).buf)
+        assert b < a and many > few
+
+@pytest.mark.parametrize("head", ["mse", "flow"])
+def test_gss_leaves_the_training_step_alone(head):
+    "Where nothing is replayed every update is plain ER's, gradient by gradient, also after a memory was filled."
+    def gradients(algo):
+        seen,loop = [],quick_loop(STREAM, head)
+        algo.after_backward = lambda ctx: seen.append(torch.cat([g.flatten() for g in ctx.grads()]))
+        for t in range(2): quick_task(algo, loop, t, steps=4)
+        assert all(p.grad is None for p in loop.ctx.params().values())
+        return torch.stack(seen)
+    assert torch.equal(gradients(GSS(9, replay_ratio=0)), gradients(ER(9, replay_ratio=0)))
+    with_memory = gradients(GSS(9)),gradients(ER(9))
+    assert torch.equal(with_memory[0][:4], with_memory[1][:4]) and not torch.equal(with_memory[0][4:], with_memory[1][4:])
+
+def test_gss_cuts_an_old_task_from_behind_and_keeps_its_order():
+    algo,loop = GSS(None, total_size=30),quick_loop(STREAM)
+    quick_task(algo, loop, 0, steps=3)
+    first = algo.buf.frames["task0"]
+    for t in (1, 2): quick_task(algo, loop, t, steps=3)
+    assert len(first) == 30 and [len(f) for f in algo.buf.frames.values()] == [10]*3 and (algo.buf.frames["task0"] == first[:10]).all()
