@@ -16,6 +16,7 @@ from clvla.cl.er import ER
 from clvla.cl.from_scratch import FromScratch
 from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
+from clvla.cl.gss import GSS
 from clvla.cl.l2 import L2
 from clvla.cl.lfl import LFL
 from clvla.cl.lwf import LwF, weights_of
@@ -34,7 +35,7 @@ torch.set_num_threads(1)
 STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
-              gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5))
+              gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5), gss=dict(buffer_size=50))
 FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4))
 
 
@@ -79,7 +80,7 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
 @pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, LFL, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
-                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4)])
+                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50)])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
 
@@ -398,7 +399,8 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("gdumb", dict(total_size=0), "total_size"), ("der", dict(alpha=-1), "alpha"), ("gem", dict(gamma=-1), "gamma"), ("gem", dict(n_ref=0), "n_ref"),
     ("rwalk", dict(alpha=0), "alpha"), ("rwalk", dict(interval=0), "interval"), ("rwalk", dict(xi=0), "xi"), ("rwalk", dict(lam=-1), "lam"),
     ("dwe", dict(units=0), "units"), ("dwe", dict(trunk="none"), "trunk"),
-    ("router", dict(reads="words"), "reads"), ("router", dict(shrink=0), "shrink"), ("router", dict(n_frames=0), "n_frames")])
+    ("router", dict(reads="words"), "reads"), ("router", dict(shrink=0), "shrink"), ("router", dict(n_frames=0), "n_frames"),
+    ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
 

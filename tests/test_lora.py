@@ -182,7 +182,7 @@ def cl_task(algo, loop, t, steps=3):
 
 @pytest.mark.parametrize("name,kw", [("sequential", {}), ("er", dict(replay_ratio=.5)),
                                      ("mir", dict(replay_ratio=.5, candidates=6, top_k=3, n_draws=1)),
-                                     ("ewc", dict(n_batches=1, B=4, lam=10.)), ("l2", {}), ("si", {}), ("mas", dict(n_batches=1)), ("from_scratch", {}), ("gdumb", dict(total_size=90)), ("der", dict(buffer_size=50)), ("gem", dict(buffer_size=50, n_ref=8)), ("rwalk", dict(interval=5))])
+                                     ("ewc", dict(n_batches=1, B=4, lam=10.)), ("l2", {}), ("si", {}), ("mas", dict(n_batches=1)), ("from_scratch", {}), ("gdumb", dict(total_size=90)), ("der", dict(buffer_size=50)), ("gem", dict(buffer_size=50, n_ref=8)), ("rwalk", dict(interval=5)), ("gss", dict(buffer_size=8))])
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_algorithms_train_adapters_and_nothing_that_is_frozen(name, kw, pretrained):
     p = add_lora(small(), 2, pretrained=pretrained); loop,algo = cl_context(p),make_algo(name, 0, **kw); ctx = loop.ctx

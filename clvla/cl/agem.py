@@ -37,11 +37,12 @@ class AGEM(CLAlgorithm):
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         store:str="refs",          # "refs" or "values"
         total_size:int|None=None,  # frames kept of all tasks together; None: no bound
-        seed:int=0
+        seed:int=0,
+        selection:str="random"     # which frames are kept: page cl/selection
     ):
         check_count("n_ref", n_ref)
         self.n_ref,self.n_steps,self.n_vetoed = n_ref,0,0
-        self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed)
+        self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
         self.generator = torch_rng(seed, "agem noise")
 
     def reference(self, ctx)->list:
@@ -60,7 +61,7 @@ class AGEM(CLAlgorithm):
         self.n_vetoed += 1
         ctx.set_grads(projected)
 
-    def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
+    def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data, ctx)
     def metrics(self): return dict(vetoed=self.n_vetoed/max(1, self.n_steps), buffer=float(len(self.buf)))
 
     def state_dict(self):

@@ -93,7 +93,7 @@ class Process:
 class CLContext:
     "What a hook may read, and the gradients that it may change."
     policy:nn.Module               # the policy, to be called for an algorithm's own forwards
-    data:object = None             # `fetch_refs([(task_id, frame), ...]) -> batch`, `fetch`, `n_frames(task_id)`
+    data:object = None             # `fetch_refs([(task_id, frame), ...]) -> batch`, `fetch`, `n_frames`, `episodes`
     loader:object = None           # current samples: `next(n) -> batch`, `sample_batches(n_batches, B, purpose)`
     stream:object = None           # the tasks; `stream.ids`
     seed:int = 0                   # the run's seed
@@ -226,8 +226,8 @@ def draw(self:CLContext, n:int, generator)->tuple:
 
 @patch
 def gathered(self:CLContext, values:Tensor, n:int)->Tensor:
-    "(n,) numbers in the order of the common list, from each process's (b,) `values` for its share of it."
-    whole = torch.zeros(n, dtype=values.dtype, device=values.device)
+    "(n,...) numbers in the order of the common list, from each process's (b,...) `values` for its share of it."
+    whole = torch.zeros(n, *values.shape[1:], dtype=values.dtype, device=values.device)
     whole[self.rank::self.world] = values
     return self.reduce(whole)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from .base import check_choice, check_count
+from .selection import TaskFrames, select, selections
 from ..core.batch import cat, rng_state, set_rng_state, take
 from ..core.seeds import np_rng
 
@@ -49,13 +50,16 @@ class TaskBuffer:
         sampling:str="balanced",   # "uniform", "balanced" or "rotating"
         store:str="refs",          # "refs": (task id, frame number); "values": the samples themselves
         total_size:int|None=None,  # frames of all tasks together, shared equally; None: no bound
-        seed:int=0
+        seed:int=0,
+        selection:str="random"     # the order in which frames of a task are kept: page cl/selection
     ):
         check_choice("sampling", sampling, ("uniform", "balanced", "rotating"))
         check_choice("store", store, ("refs", "values"))
+        check_choice("selection", selection, selections)
         for name,x in dict(buffer_size=buffer_size, total_size=total_size).items():
             if x is not None: check_count(name, x)
         self.buffer_size,self.sampling,self.store,self.total_size,self.seed = buffer_size,sampling,store,total_size,seed
+        self.selection = selection
         self.frames = {}  # task id -> its frame numbers
         self.values = {}  # task id -> a batch of its samples, where store="values"
         self.turn,self.rng = 0,np_rng(seed, "replay", "draw")
@@ -71,16 +75,23 @@ def _packed(batch:dict)->dict:
     return {k: v.contiguous() if torch.is_tensor(v) else v for k,v in batch.items()}
 
 @patch
+def choose(self:TaskBuffer, frames:TaskFrames, n:int, rng)->np.ndarray:
+    "The `n` frames of a task that are kept, the first ones longest; a subclass can choose otherwise: page cl/gss."
+    return select(self.selection, frames, n, rng)
+
+@patch
 def add_task(self:TaskBuffer,
     task_id:str,
-    data # `n_frames(task_id)`; for values also `fetch(task_id, idx) -> batch`
+    data,    # `n_frames(task_id)`; for values also `fetch(task_id, idx) -> batch`
+    ctx=None # context of the hooks, for a `selection` that asks the policy
 ):
-    "Remember a random subset of a finished task, and cut the others to the new quota."
+    "Remember frames of a finished task, and cut the others to the new quota."
     N = data.n_frames(task_id)
     if not N: raise ValueError(f"task {task_id!r} has no frames to remember; was its data recorded?")
     ids = list(dict.fromkeys([*self.frames, task_id]))
     quota = dict(zip(ids, quotas(len(ids), self.total_size, self.buffer_size)))
-    self.frames[task_id] = np_rng(self.seed, "replay", "keep", task_id).permutation(N)[:quota[task_id]]
+    n,rng = quota[task_id],np_rng(self.seed, "replay", "keep", task_id)
+    self.frames[task_id] = self.choose(TaskFrames(task_id, data, ctx), N if n is None else min(n, N), rng)
     if self.store == "values": self.values[task_id] = _packed(data.fetch(task_id, self.frames[task_id]))
     self.frames = {k: v[:quota[k]] for k,v in self.frames.items()}
     self.values = {k: take(v, range(len(self.frames[k]))) for k,v in self.values.items()}

@@ -37,12 +37,13 @@ class DERpp(CLAlgorithm):
         n_mem:int|None=None,       # remembered samples of one update; None: as many as in the batch
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         total_size:int|None=None,  # frames kept of all tasks together; None: no bound
-        seed:int=0
+        seed:int=0,
+        selection:str="random"     # which frames are kept: page cl/selection
     ):
         for name,x in dict(alpha=alpha, beta=beta).items(): check_number(name, x, 0)
         if n_mem is not None: check_count("n_mem", n_mem)
         self.alpha,self.beta,self.n_mem,self.seed = alpha,beta,n_mem,seed
-        self.buf,self.stored = TaskBuffer(buffer_size or None, sampling, "refs", total_size, seed),{}
+        self.buf,self.stored = TaskBuffer(buffer_size or None, sampling, "refs", total_size, seed, selection),{}
 
     def compute_penalty(self, ctx):
         if not len(self.buf): return None
@@ -66,7 +67,7 @@ class DERpp(CLAlgorithm):
 @patch
 def on_task_end(self:DERpp, ctx):
     "Remember frames of the task, and the policy's outputs for them."
-    self.buf.add_task(ctx.task_id, ctx.data)
+    self.buf.add_task(ctx.task_id, ctx.data, ctx)
     refs = [(ctx.task_id, row) for row in range(len(self.buf.frames[ctx.task_id]))]
     noise,time = ctx.policy.draw(len(refs), torch_rng(self.seed, "derpp", ctx.task_id))
     drawn = {k: x for k,x in dict(noise=noise, time=time).items() if x is not None}

@@ -10,6 +10,7 @@ from collections import Counter
 from fastcore.basics import patch
 from .base import CLAlgorithm, check_number
 from .buffer import TaskBuffer
+from .selection import BLIND
 
 # %% ../../nbs/cl/08_er.ipynb #ed2963a5
 def n_replay(
@@ -28,11 +29,13 @@ class ER(CLAlgorithm):
         sampling:str="balanced",   # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
         store:str="refs",          # "refs": samples by number, read again from the data; "values": copies
         total_size:int|None=None,  # samples kept of all tasks together; None: no bound
-        seed:int=0
+        seed:int=0,
+        selection:str="random"     # which frames are kept: page cl/selection
     ):
         check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
         self.replay_ratio,self.replayed = replay_ratio,Counter() # old task -> samples, since a task began
-        self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed)
+        self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
+        self.zero3 = self.zero3 and selection in BLIND   # the others ask the policy, which needs whole weights
 
     def modify_batch(self, batch, ctx):
         n_old = self.n_drawn(ctx.batch_size)
@@ -43,7 +46,7 @@ class ER(CLAlgorithm):
     def choose(self, n, ctx): return self.buf.draw(n)   # a subclass can choose better: page cl/mir
     def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0   # nothing in the first task
     def n_task_samples(self, B): return B - self.n_drawn(B)
-    def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data)
+    def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data, ctx)
 
 # %% ../../nbs/cl/08_er.ipynb #99defc89
 @patch

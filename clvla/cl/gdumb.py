@@ -15,17 +15,18 @@ class GDumb(FromScratch):
     def __init__(self,
         total_size:int|None=1000, # samples kept of all tasks together, shared equally; None: all
         store:str="refs",         # "refs": samples by number, read again from the data; "values": copies
-        seed:int=0
+        seed:int=0,
+        selection:str="random"    # which frames are kept, as the initial policy sees them: page cl/selection
     ):
         super().__init__()
-        self.buf = TaskBuffer(None, "balanced", store, total_size, seed)
+        self.buf = TaskBuffer(None, "balanced", store, total_size, seed, selection)
 
     def n_task_samples(self, B): return 0
 
     def on_task_start(self, ctx):
         if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids))
         super().on_task_start(ctx)
-        self.buf.add_task(ctx.task_id, ctx.data)
+        self.buf.add_task(ctx.task_id, ctx.data, ctx)
 
     def modify_batch(self, batch, ctx): return ctx.mix(batch, self.buf.draw(ctx.batch_size), self.buf.fetch)
     def metrics(self): return dict(buffer=float(len(self.buf)))

@@ -63,10 +63,11 @@ class GEM(AGEM):
         gamma:float=.5,            # lower bound on v
         store:str="refs",          # "refs" or "values"
         total_size:int|None=None,  # frames kept of all tasks together; None: no bound
-        seed:int=0
+        seed:int=0,
+        selection:str="random"     # which frames are kept: page cl/selection
     ):
         check_number("gamma", gamma, 0)
-        super().__init__(buffer_size, n_ref, "balanced", store, total_size, seed)
+        super().__init__(buffer_size, n_ref, "balanced", store, total_size, seed, selection)
         self.gamma,self.generator = gamma,torch_rng(seed, "gem noise")
 
     def reference(self, ctx, task_id)->Tensor:

@@ -72,9 +72,10 @@ class MIR(ER):
         top_k:int=8,         # k, how many of them are kept
         n_draws:int=4,       # times the policy's own noise draws
         between:str="draw",  # between refreshes: "draw" (like ER) or "cache" (the top k only)
-        seed:int=0
+        seed:int=0,
+        selection:str="random" # as in ER
     ):
-        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed)
+        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, selection)
         counts = dict(refresh=refresh, candidates=candidates, top_k=top_k, n_draws=n_draws)
         for name,value in counts.items(): check_count(name, value)
         check_choice("between", between, ("draw", "cache"))

@@ -42,6 +42,7 @@ class TaskData:
         return self.stores[task_id]
 
     def n_frames(self, task_id:str)->int: return len(self.store(task_id))
+    def episodes(self, task_id:str)->np.ndarray: return self.store(task_id).episode   # (N,) episode of each frame, from 0
 
 def pixels(
     store # a frame store
