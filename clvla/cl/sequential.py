@@ -11,4 +11,3 @@ from .base import CLAlgorithm
 # %% ../../nbs/cl/05_sequential.ipynb #0e80458a
 class Sequential(CLAlgorithm):
     "Plain fine-tuning: no hook does anything."
-    alone = "it adds nothing to another one"

@@ -14,6 +14,7 @@ import json, os
 from ..envs.all import defaults_of, make_stream
 from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, typed, with_folders, world_of
 from ..run.plugins import plugins_of
+from .schedules import check_schedule
 
 # %% ../../nbs/train/00_config.ipynb #e86e98ab
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +63,20 @@ class LearningSettings:
     accumulation:int = 1         # micro-batches per update; B is split into them
     lr:float = 0.                # peak learning rate
     lr_of:dict = field(default_factory=dict) # peak rates of parts: prefix of parameters' names -> rate
-    lr_floor:float = .05         # share of `lr` at the end of a task's cosine
-    warmup:int = 20              # updates of linear warm-up, each task
+    schedule:str = "cosine"      # from `lr` to its floor: cosine, linear, constant, or a key of `train.schedules.schedules`
+    along:str = "restart"        # a schedule for each task (restart), or one over the whole stream (continue)
+    lr_floor:float = .05         # share of `lr` at the schedule's end
+    warmup:int = 20              # updates of linear warm-up, each schedule
     weight_decay:float = 1e-4    # AdamW
     clip:float = 1.0             # largest gradient norm, 0 = no clipping
     ema:float = .98              # decay of the weight average, 0 = none
     reset_optimizer:bool = True  # a new AdamW for each task, or moments carried on
     on_nan:str = "stop"          # a loss or gradient that is not finite: stop, or skip the update
     nan_limit:int = 10           # skipped updates after which the run stops all the same
+    ADDED = ("schedule", "along")   # they came later: `identity` leaves out a default
     POSITIVE = ("batch_size", "accumulation", "nan_limit")
     NOT_NEGATIVE = ("steps_per_task", "lr", "warmup", "weight_decay", "clip")
-    CHOICES = dict(on_nan=("stop", "skip"))
+    CHOICES = dict(on_nan=("stop", "skip"), along=("restart", "continue"))
 
 # %% ../../nbs/train/00_config.ipynb #c0a00006
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +171,7 @@ def resolve(
     from clvla.policies.all import head_for
     check_suite(cfg)
     plugins_of(with_folders(cfg, folder_name(cfg)))
+    check_schedule(cfg.schedule)
     cfg = sort_settings(cfg)
     cfg = with_folders(cfg, folder_name(cfg))
     check_values(cfg)
