@@ -19,6 +19,9 @@ class CLAlgorithm:
     "A continual-learning algorithm. Every method does nothing until it is overridden: this class is plain fine-tuning."
     scope = "current"  # whose data the current samples come from: tasks "current", "seen" or "all"
     zero3 = True       # False: needs whole weights, which DeepSpeed's ZeRO-3 (each process holds a part) has not
+    alone = ""         # why it is combined with no other algorithm; "": it may be (page cl/compose)
+    new_params = False # trains other parameters in later tasks than in the first
+    same_params = False# needs the same trained parameters in every task
 
     def on_task_start(self, ctx): pass
     def observe(self, batch, ctx): pass
@@ -31,6 +34,7 @@ class CLAlgorithm:
     def check(self, B:int): "ValueError when the settings cannot work with micro-batches of `B` samples."
     def prepare(self, policy, t:int, stream): "Add or freeze parameters for stage `t`, before its optimizer is made."
     def n_task_samples(self, B:int)->int: return B  # current samples that are loaded for a batch of `B`
+    def n_replayed(self, B:int)->int: return 0  # remembered samples in a batch of `B`, once there are finished tasks
     def eval_policy(self, policy, task_id): return nullcontext() # inside it, `policy` acts as it should on a task
     def eval_key(self, task_id): return None  # tasks with equal keys are evaluated in one call of the policy
     def metrics(self)->dict: return {}        # floats for the log

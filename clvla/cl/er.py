@@ -46,6 +46,7 @@ class ER(CLAlgorithm):
     def choose(self, n, ctx): return self.buf.draw(n)   # a subclass can choose better: page cl/mir
     def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0   # nothing in the first task
     def n_task_samples(self, B): return B - self.n_drawn(B)
+    def n_replayed(self, B): return n_replay(B, self.replay_ratio)
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data, ctx)
 
 # %% ../../nbs/cl/08_er.ipynb #99defc89

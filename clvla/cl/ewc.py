@@ -59,6 +59,7 @@ def merge(
 class EWC(CLAlgorithm):
     "Elastic weight consolidation."
     zero3 = False  # springs hold whole weights
+    same_params = True
     def __init__(self,
         lam:float=1.,          # factor on all springs, eq. 3
         mode:str="separate",   # "separate": a spring per task, eq. b; "online": one that fades, eq. c

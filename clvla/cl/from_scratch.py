@@ -14,6 +14,7 @@ from .lwf import weights_of
 class FromScratch(CLAlgorithm):
     "Every task from the initial weights."
     zero3 = False
+    alone = "it throws away what earlier tasks left in the weights"
     def __init__(self): self.initial = {} # name -> tensor: trained parameters and buffers before the first task
 
     def prepare(self, policy, t, stream):

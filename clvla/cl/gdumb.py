@@ -12,6 +12,7 @@ from .from_scratch import FromScratch
 # %% ../../nbs/cl/22_gdumb.ipynb #f2a02208
 class GDumb(FromScratch):
     "Greedy sampler and dumb learner."
+    alone = "it trains on its memory alone, from the initial weights"
     def __init__(self,
         total_size:int|None=1000, # samples kept of all tasks together, shared equally; None: all
         store:str="refs",         # "refs": samples by number, read again from the data; "values": copies

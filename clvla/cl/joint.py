@@ -12,3 +12,4 @@ from .base import CLAlgorithm
 class Joint(CLAlgorithm):
     "Joint training: the current samples come from all tasks."
     scope = "all"
+    alone = "it trains all tasks at once, so there is nothing to forget"

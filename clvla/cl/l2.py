@@ -21,6 +21,7 @@ def weights_now(ctx:CLContext)->Tensor: # (P,) in fp32, detached
 class L2(CLAlgorithm):
     "Springs that rest at the weights of the last task, all of one stiffness."
     zero3 = False  # springs hold whole weights
+    same_params = True
     def __init__(self,
         lam:float=.01 # stiffness of all springs, eq. 1
     ):

@@ -19,7 +19,7 @@ class LFL(LwF):
         freeze_head:bool=False # the head learns in the first task only
     ):
         super().__init__(lam, prompts)
-        self.freeze_head = freeze_head
+        self.freeze_head = self.new_params = freeze_head
 
     def difference(self, out, target, batch): return (out["pooled"]-target["pooled"]).square().mean()
 

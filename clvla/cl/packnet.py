@@ -27,7 +27,7 @@ def largest(
 # %% ../../nbs/cl/14_packnet.ipynb #d76e3076
 class PackNet(CLAlgorithm):
     "Weights of its own for every task."
-    zero3 = False
+    zero3,new_params = False,True
     def __init__(self,
         share:float|None=None, # of the free weights that a task keeps, in (0,1]; None: equal parts for all tasks
         retrain:float=1/3      # share of a task's updates that come after the pruning

@@ -174,7 +174,8 @@ def quick_task(
     loop:Loop,
     t:int,        # stage
     steps:int=80,
-    B:int=32      # batch
+    B:int=32,     # batch
+    rate=None     # function (stage, update) -> learning rate; None: that of the loop
 ):
     "Train one task of the stream."
     ctx = loop.ctx
@@ -184,7 +185,9 @@ def quick_task(
     quick_prepare(algo, loop)
     ctx.loader = QuickLoader(ctx.data, scope_ids(algo.scope, ids, t), ctx.seed, f"stage {t}")
     call_hook(algo, "on_task_start", ctx)
-    for _ in range(steps): cl_step(algo, loop, B)
+    for step in range(steps):
+        if rate: loop.engine.raw.param_groups[0]["lr"] = rate(t, step)
+        cl_step(algo, loop, B)
     call_hook(algo, "on_task_end", ctx)
 
 # %% ../../nbs/cl/04_quick.ipynb #82798136
@@ -207,7 +210,7 @@ def quick_run(
     stream:QuickStream,
     head:str="mse",
     seed:int=0,     # of the network and the order of samples
-    **kw            # steps, B: see `quick_task`
+    **kw            # steps, B, rate: see `quick_task`
 )->np.ndarray:      # (K,K): after training task i, mean loss on task j
     "Train the whole stream and measure after every task."
     loop,R = quick_loop(stream, head, seed),[]

@@ -40,6 +40,8 @@ class PracticeConfig(PracticeSettings, TrainConfig):
 
     @classmethod
     def menu(cls): return methods
+    @classmethod
+    def parts(cls, algo): return [algo]   # methods are not combined
 
     def eval_algo(self):
         "None is needed: a method leaves one policy for all tasks."

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'RunConfig', 'table', 'hosts', 'world_of', 'threads_of', 'typed', 'literal', 'value_of',
-           'make_config', 'owner_of', 'settings_of', 'arguments', 'setting_value', 'from_page', 'check_values',
-           'check_settings', 'check_machine', 'memory_gb', 'resident_gb', 'count_gpus', 'device_of', 'with_folders',
-           'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice']
+           'make_config', 'settings_at', 'put_setting', 'owner_of', 'way_to', 'settings_of', 'arguments',
+           'setting_value', 'from_page', 'check_values', 'check_settings', 'check_machine', 'memory_gb', 'resident_gb',
+           'count_gpus', 'device_of', 'with_folders', 'identity', 'differences', 'read_config', 'refuse_twice',
+           'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, math, os
@@ -41,6 +42,7 @@ class RunConfig:
     save_minutes:float = 10.    # minutes between two checkpoints inside a task, 0 = none
     keep:int = 3                # newest checkpoints that are kept beside those at the tasks' ends
     # settings that change no number: only these may differ when a run is continued
+    ADDED = ()   # settings that were added later; their default does what older versions did
     FREE = ("run_dir", "data_dir", "plugins", "machines", "timeout", "detached", "save_every", "save_minutes", "keep")
     POSITIVE = ("num_processes", "timeout", "keep")
     NOT_NEGATIVE = ("seed", "threads", "save_every", "save_minutes")
@@ -57,7 +59,7 @@ class RunConfig:
 # %% ../../nbs/run/07_config.ipynb #b0700009
 def table(
     cls,      # a config's class
-    name:str  # FREE, POSITIVE, NOT_NEGATIVE or CHOICES
+    name:str  # FREE, ADDED, POSITIVE, NOT_NEGATIVE or CHOICES
 ):            # tuple, or dict for CHOICES
     "One table of a config's class and of all its bases."
     parts = [vars(c)[name] for c in cls.__mro__ if name in vars(c)]
@@ -122,25 +124,41 @@ def make_config(
     for k,v in given.items():
         if k in types: continue
         place = owner_of(k, settings, types)
-        if k in values.get(place, {}): raise ValueError(f"{k!r} is given twice, also in {place}; give it once")
-        wanted = settings[place][1][k]
-        values[place] = values.get(place, {}) | {k: setting_value(k, v, wanted)}
+        if k in settings_at(values, place): raise ValueError(f"{k!r} is given twice, also in {place}; give it once")
+        put_setting(values, place, k, setting_value(k, v, settings[place][1][k]))
     return config_from(cls, values)
+
+def settings_at(values:dict, place:str)->dict:
+    "What is given at a place: of field \"algo_kw\", or of the part \"er\" in it, \"algo_kw.er\"."
+    field,_,part = place.partition(".")
+    given = values.get(field, {})
+    return given.get(part, {}) if part else given
+
+def put_setting(values:dict, place:str, name:str, v):
+    "Add a setting at a place."
+    field,_,part = place.partition(".")
+    own = settings_at(values, place) | {name: v}
+    values[field] = values.get(field, {}) | {part: own} if part else own
 
 def owner_of(
     name:str,      # of a parameter that is no field
-    settings:dict, # field -> (owner, {setting: type})
+    settings:dict, # place -> (owner, {setting: type})
     known          # the config's fields
-)->str:            # field that takes it, as in "algo_kw"
+)->str:            # place that takes it, as in "algo_kw" or "algo_kw.er"
     "Who has a setting."
-    owners = {field: who for field,(who,names) in settings.items() if name in names}
+    owners = {place: who for place,(who,names) in settings.items() if name in names}
     if len(owners) == 1: return next(iter(owners))
     if owners:
-        ways = " or ".join(f"{field}={{{name!r}: ...}}" for field in owners)
+        ways = " or ".join(way_to(place, name) for place in owners)
         raise ValueError(f"{name!r} is a setting of {' and of '.join(owners.values())}; say which one is meant: {ways}")
     names = [*known, *(k for _,ks in settings.values() for k in ks)]
     where = ", nor a setting of " + " or ".join(who for who,_ in settings.values()) if settings else ""
     raise ValueError(f"unknown parameter {name!r}: it is no field of the config{where}{closest(name, names)}")
+
+def way_to(place:str, name:str)->str:
+    "How a setting is given at a place."
+    field,_,part = place.partition(".")
+    return f"{field}={{{part!r}: {{{name!r}: ...}}}}" if part else f"{field}={{{name!r}: ...}}"
 
 # %% ../../nbs/run/07_config.ipynb #b070000e
 def settings_of(
@@ -201,11 +219,12 @@ def check_values(
     for k,known in table(cls, "CHOICES").items():
         if getattr(cfg, k) not in known:
             raise ValueError(f"unknown {k} {getattr(cfg, k)!r}{closest(getattr(cfg, k), known)}")
-    for f,(who,known) in cls.settings(vars(cfg)).items(): check_settings(f, who, known, getattr(cfg, f))
+    for place,(who,known) in cls.settings(vars(cfg)).items():
+        check_settings(place, who, known, settings_at(vars(cfg), place))
     return cfg
 
 def check_settings(
-    name:str,   # of the field, as in "algo_kw"
+    name:str,   # the place, as in "algo_kw"
     who:str,    # whose settings they are
     known:dict, # setting -> type
     given:dict  # setting -> value
@@ -283,8 +302,11 @@ def with_folders(
 
 # %% ../../nbs/run/07_config.ipynb #b070001a
 def identity(cfg:RunConfig)->dict:
-    "The settings that decide what a run computes."
-    return {k: v for k,v in config_json(cfg).items() if k not in table(type(cfg), "FREE")}
+    "The settings that decide what a run computes, without those of `ADDED` that have their default."
+    cls = type(cfg)
+    default = config_json(cls())
+    added = lambda k, v: k in table(cls, "ADDED") and v == default[k]
+    return {k: v for k,v in config_json(cfg).items() if k not in table(cls, "FREE") and not added(k, v)}
 
 def differences(
     old:dict,   # stored config

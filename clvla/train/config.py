@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILLED', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings', 'TrainConfig',
-           'stream_name', 'check_suite', 'stream_for', 'folder_name', 'resolve', 'check_batch']
+           'stream_name', 'check_suite', 'stream_for', 'folder_name', 'resolve', 'sort_settings', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
@@ -14,6 +14,7 @@ import json, os
 from ..envs.all import defaults_of, make_stream
 from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, typed, with_folders, world_of
 from ..run.plugins import plugins_of
+from .schedules import check_schedule
 
 # %% ../../nbs/train/00_config.ipynb #e86e98ab
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +56,27 @@ class PolicySettings:
 @dataclass(frozen=True, kw_only=True)
 class LearningSettings:
     "The algorithm against forgetting, and the optimizer."
-    algo:str = "mir"             # a key of `cl.all.algos`
+    algo:str = "mir"             # a key of `cl.all.algos`, or several with + between them
     algo_kw:dict = field(default_factory=dict) # settings of the algorithm
     steps_per_task:int = 0       # optimizer updates per task
     batch_size:int = 32          # B, samples per update, over all processes
     accumulation:int = 1         # micro-batches per update; B is split into them
     lr:float = 0.                # peak learning rate
     lr_of:dict = field(default_factory=dict) # peak rates of parts: prefix of parameters' names -> rate
-    lr_floor:float = .05         # share of `lr` at the end of a task's cosine
-    warmup:int = 20              # updates of linear warm-up, each task
+    schedule:str = "cosine"      # from `lr` to its floor: cosine, linear, constant, or a key of `train.schedules.schedules`
+    along:str = "restart"        # a schedule for each task (restart), or one over the whole stream (continue)
+    lr_floor:float = .05         # share of `lr` at the schedule's end
+    warmup:int = 20              # updates of linear warm-up, each schedule
     weight_decay:float = 1e-4    # AdamW
     clip:float = 1.0             # largest gradient norm, 0 = no clipping
     ema:float = .98              # decay of the weight average, 0 = none
     reset_optimizer:bool = True  # a new AdamW for each task, or moments carried on
     on_nan:str = "stop"          # a loss or gradient that is not finite: stop, or skip the update
     nan_limit:int = 10           # skipped updates after which the run stops all the same
+    ADDED = ("schedule", "along")   # they came later: `identity` leaves out a default
     POSITIVE = ("batch_size", "accumulation", "nan_limit")
     NOT_NEGATIVE = ("steps_per_task", "lr", "warmup", "weight_decay", "clip")
-    CHOICES = dict(on_nan=("stop", "skip"))
+    CHOICES = dict(on_nan=("stop", "skip"), along=("restart", "continue"))
 
 # %% ../../nbs/train/00_config.ipynb #c0a00006
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,11 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
         from clvla.cl.all import algos
         return algos
 
+    @classmethod
+    def parts(cls, algo:str)->list:   # "er+ewc" -> ["er", "ewc"]
+        from clvla.cl.all import parts_of
+        return parts_of(algo)
+
     def eval_algo(self):
         "The algorithm that changes the policy from task to task when a checkpoint is evaluated."
         from clvla.cl.all import make_algo
@@ -111,8 +120,10 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
     def settings(cls, given:dict)->dict:
         from clvla.policies.all import policies
         algo,model = given.get("algo", cls.algo),given.get("model", cls.model)
-        return dict(algo_kw=(f"algo {algo!r}", settings_of(cls.menu()[algo], FILLED["algo_kw"])),
-                    model_kw=(f"model {model!r}", settings_of(policies[model], FILLED["model_kw"])))
+        parts = cls.parts(algo)
+        place = lambda part: "algo_kw" if len(parts) == 1 else f"algo_kw.{part}"
+        own = {place(p): (f"algo {p!r}", settings_of(cls.menu()[p], FILLED["algo_kw"])) for p in parts}
+        return own | dict(model_kw=(f"model {model!r}", settings_of(policies[model], FILLED["model_kw"])))
 
     @classmethod
     def converted(cls, stored:dict)->dict:
@@ -159,8 +170,10 @@ def resolve(
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
     from clvla.policies.all import head_for
     check_suite(cfg)
+    plugins_of(with_folders(cfg, folder_name(cfg)))
+    check_schedule(cfg.schedule)
+    cfg = sort_settings(cfg)
     cfg = with_folders(cfg, folder_name(cfg))
-    plugins_of(cfg)
     check_values(cfg)
     empty = {k: v for k,v in defaults_of(stream_for(cfg)).items() if getattr(cfg, k, None) in ("", 0)}
     if "head" in empty: empty["head"] = head_for(cfg.model, empty["head"])
@@ -168,6 +181,14 @@ def resolve(
     if cfg.smoke: cfg = replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()})
     if cfg.init_from: cfg = replace(cfg, init_from=str(Path(cfg.init_from).expanduser().resolve()))
     return check_batch(cfg)
+
+def sort_settings(cfg:TrainConfig)->TrainConfig:
+    "Write the settings of several algorithms under their names, so that one run has one config."
+    from clvla.cl.all import split_settings
+    parts = cfg.parts(cfg.algo)
+    if len(parts) == 1: return cfg
+    algo_kw = {part: own for part,own in split_settings(cfg.algo, cfg.algo_kw).items() if own}
+    return replace(cfg, algo="+".join(parts), algo_kw=algo_kw)
 
 def check_batch(cfg:TrainConfig)->TrainConfig:
     "ValueError for a batch that cannot be dealt out, or a share outside [0,1)."
