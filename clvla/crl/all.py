@@ -9,7 +9,8 @@ __all__ = ['agents', 'make_agent']
 from ..core.names import Registry
 
 # %% ../../nbs/crl/90_all.ipynb #c7900005
-agents = Registry("agent", random="clvla.crl.agent:Agent", ppo="clvla.crl.ppo:PPO")
+agents = Registry("agent", random="clvla.crl.agent:Agent", ppo="clvla.crl.ppo:PPO", impala="clvla.crl.impala:IMPALA",
+                  clear="clvla.crl.clear:CLEAR")
 
 def make_agent(
     name:str,   # a key of `agents`
