@@ -82,7 +82,7 @@ def grow(
 # %% ../../nbs/cl/29_dwe.ipynb #0062f3e4
 class DWE(CLAlgorithm):
     "Hidden units of its own for every task, on top of those of the tasks before."
-    zero3 = False
+    zero3,new_params = False,True
     def __init__(self,
         units:int=8,         # that a task adds to each linear layer
         trunk:str="first",   # "first": the first task trains the whole policy; "pretrained": no task trains it
