@@ -206,3 +206,23 @@ def test_the_page(tmp_path):
     assert read_json(tmp_path/"run/done.json") == dict(stages=4, frames=512)
     listed = set(inspect_notebook(ROOT/"nbs/run_crl.ipynb"))
     assert not set(AgentConfig.__dataclass_fields__) - listed and {"gamma", "entropy_weight", "horizon"} <= listed
+
+
+@pytest.mark.parametrize("algo, kw", [("impala", dict(lag=2)), ("clear", dict(frames=60))])
+@pytest.mark.parametrize("n", [3, 10])
+def test_actor_critics_that_lost_power_end_with_the_same_bits(tmp_path, algo, kw, n):
+    "Older weights and remembered rollouts are part of a checkpoint, inside a stage, too."
+    from clvla.crl.impala import IMPALA
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    run = lambda name: learn_tasks(small(tmp_path/name, algo=algo, save_every=1, algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2, epochs=2, **kw)), say=len)
+    whole, count, real = run("whole"), [0], IMPALA.step
+
+    def step(self, *args):
+        count[0] += 1
+        if count[0] == 2*n: raise Crash
+        return real(self, *args)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(IMPALA, "step", step)
+        with pytest.raises(Crash): run("cut")
+    assert fingerprint(run("cut").path) == fingerprint(whole.path)
