@@ -111,7 +111,8 @@ def directions(self:TaskFrames)->np.ndarray:
     ctx = self.ctx
     P = sum(p.numel() for p in ctx.params().values())
     signs = (torch.randint(2, (P,), generator=torch_rng(ctx.seed, "sketch"), dtype=torch.int8)*2-1).to(ctx.device)
-    def see(batch, noise, time): return torch.stack([sketch(flat(g), signs) for g in sample_grads(ctx, batch, noise, time)])
+    def see(batch, noise, time):
+        return torch.stack([sketch(flat(g), signs) for g in sample_grads(ctx, batch, noise, time)])
     x = self.each(see)
     return x/np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-30)
 
