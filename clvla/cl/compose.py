@@ -11,7 +11,9 @@ from fastcore.basics import patch
 from .base import CLAlgorithm, call_hook
 
 # %% ../../nbs/cl/16_compose.ipynb #c0560003
-def name_of(algo:CLAlgorithm)->str: return type(algo).__name__
+def name_of(algo:CLAlgorithm)->str:
+    "The name of its class, for messages."
+    return type(algo).__name__
 
 def check_parts(
     algos # of `CLAlgorithm`
