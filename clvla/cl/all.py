@@ -68,9 +68,11 @@ def split_settings(
     split = {part: {} for part in parts_of(name)}
     for k,v in settings.items():
         if k in split and not isinstance(v, dict):
-            raise ValueError(f"the settings of {k!r} in {name!r} are a dict, found {v!r}; write {k}={{'setting': value}}")
+            raise ValueError(f"the settings of {k!r} in {name!r} are a dict, found {v!r}; write "
+                             f"{k}={{'setting': value}}")
         part,own = (k, v) if k in split else (_owner(k, split), {k: v})
-        if twice := sorted(own.keys() & split[part].keys()): raise ValueError(f"{part}: {twice} is given twice; give it once")
+        twice = sorted(own.keys() & split[part].keys())
+        if twice: raise ValueError(f"{part}: {twice} is given twice; give it once")
         split[part].update(own)
     return split
 
@@ -79,7 +81,8 @@ def _owner(setting:str, parts)->str:
     owners = [part for part in parts if setting in algo_settings(part)]
     if len(owners) == 1: return owners[0]
     ways = " or ".join(f"{part}={{{setting!r}: ...}}" for part in owners)
-    if owners: raise ValueError(f"{setting!r} is a setting of {' and of '.join(owners)}; say which one is meant: {ways}")
+    if owners:
+        raise ValueError(f"{setting!r} is a setting of {' and of '.join(owners)}; say which one is meant: {ways}")
     known = [k for part in parts for k in algo_settings(part)]
     raise ValueError(f"none of {', '.join(parts)} has a setting {setting!r}{closest(setting, known)}")
 

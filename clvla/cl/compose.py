@@ -12,7 +12,7 @@ from .base import CLAlgorithm, call_hook
 
 # %% ../../nbs/cl/16_compose.ipynb #c0560003
 def name_of(algo:CLAlgorithm)->str:
-    "The name of its class, for messages."
+    "The name of an algorithm's class."
     return type(algo).__name__
 
 def check_parts(
@@ -21,15 +21,16 @@ def check_parts(
     "ValueError when algorithms cannot be combined."
     for a in algos:
         if a.alone and len(algos) > 1:
-            raise ValueError(f"{name_of(a)} cannot be combined with another algorithm: {a.alone}; leave one of them out")
+            raise ValueError(f"{name_of(a)} cannot be combined with another algorithm: {a.alone}; leave one "
+                             "of them out")
     if len(scopes := {a.scope for a in algos}-{"current"}) > 1:
         raise ValueError(f"algorithms with scopes {sorted(scopes)} cannot share one loader; keep one of them")
     new = [name_of(a) for a in algos if a.new_params]
     same = [name_of(a) for a in algos if a.same_params]
     if len(new) > 1: raise ValueError(f"{' and '.join(new)} each choose the parameters of a task; keep one of them")
     if new and same:
-        raise ValueError(f"{same[0]} needs the same trained parameters in every task, and {new[0]} changes them; keep one "
-                         "of them")
+        raise ValueError(f"{same[0]} needs the same trained parameters in every task, and {new[0]} changes them; keep "
+                         "one of them")
 
 # %% ../../nbs/cl/16_compose.ipynb #f68147cb
 class Compose(CLAlgorithm):

@@ -128,6 +128,7 @@ def make_config(
         put_setting(values, place, k, setting_value(k, v, settings[place][1][k]))
     return config_from(cls, values)
 
+# %% ../../nbs/run/07_config.ipynb #b070000da
 def settings_at(values:dict, place:str)->dict:
     "What is given at a place: of field \"algo_kw\", or of the part \"er\" in it, \"algo_kw.er\"."
     field,_,part = place.partition(".")

@@ -63,7 +63,7 @@ class LearningSettings:
     accumulation:int = 1         # micro-batches per update; B is split into them
     lr:float = 0.                # peak learning rate
     lr_of:dict = field(default_factory=dict) # peak rates of parts: prefix of parameters' names -> rate
-    schedule:str = "cosine"      # from `lr` to its floor: cosine, linear, constant, or a key of `train.schedules.schedules`
+    schedule:str = "cosine"      # of the rate: cosine, linear, constant, or one of your own (page train/schedules)
     along:str = "restart"        # a schedule for each task (restart), or one over the whole stream (continue)
     lr_floor:float = .05         # share of `lr` at the schedule's end
     warmup:int = 20              # updates of linear warm-up, each schedule

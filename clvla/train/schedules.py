@@ -37,5 +37,5 @@ def check_schedule(
     for x in (0., .25, .5, .75, 1.):
         factor = schedule(x, .05)
         if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
-            raise ValueError(f"schedule {name!r} gives {factor!r} at {x} of the updates; a factor on the learning rate is a "
-                             "finite number of at least 0")
+            raise ValueError(f"schedule {name!r} gives {factor!r} at {x} of the updates; a factor on the learning rate "
+                             "is a finite number of at least 0")
