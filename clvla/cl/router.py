@@ -133,14 +133,11 @@ def look(self:Router, ctx)->Tensor:
     "(n,D) features of frames of the task that has ended, the same in every process."
     order = torch.randperm(ctx.data.n_frames(ctx.task_id), generator=torch_rng(self.seed, "router", ctx.task_id))
     refs = [(ctx.task_id, i) for i in order[:self.n_frames].tolist()]
-    mine = ctx.dealt(refs)
+    rows = refs + refs[-1:]*(-len(refs)%ctx.world)   # the last one again, so that every process has equally many
+    mine = ctx.dealt(rows)
     parts = [features(ctx.policy, to_device(ctx.data.fetch_refs(mine[i:i+32]), ctx.device), self.reads)
              for i in range(0, len(mine), 32)]
-    if ctx.world == 1: return torch.cat(parts)
-    D = features(ctx.policy, to_device(ctx.data.fetch_refs(refs[:1]), ctx.device), self.reads).shape[1]
-    z = torch.zeros(len(refs), D, dtype=torch.float64, device=ctx.device)
-    if mine: z[ctx.rank::ctx.world] = torch.cat(parts).to(ctx.device)
-    return ctx.reduce(z).cpu()
+    return ctx.gathered(torch.cat(parts).to(ctx.device), len(rows))[:len(refs)].cpu()
 
 # %% ../../nbs/cl/30_router.ipynb #66bf03ba
 @patch
