@@ -62,7 +62,8 @@ case "$command" in
     if [ $# = 0 ]; then set -- -p algo mir; fi
     "$ENV_DIR/bin/papermill" --log-output --no-progress-bar nbs/run_cl.ipynb runs/page.ipynb "$@"
     say "the executed page is runs/page.ipynb; the results are in the run folder that it names" ;;
-  test) setup; "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@" tests ;;
+  test) setup; "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
+    -o tmp_path_retention_policy=failed "$@" tests ;;
   lab) setup; "$ENV_DIR/bin/jupyter" lab nbs ;;
   *) sed -n '2,9p' "$0" ; [ "$command" = help ] ;;
 esac

@@ -1,6 +1,7 @@
 """One thread for each worker, the longest files first, so that the workers end at about the same time, and demonstrations that
-several files use, made once."""
+several files use, made once. What a test or a file wrote is deleted when it has passed, so that the disk holds a file's folders at a time."""
 import os
+import shutil
 
 import pytest
 
@@ -19,6 +20,17 @@ def shared_data(tmp_path_factory):
     path = (base.parent if base.name.startswith("popen-") else base)/"data"
     path.mkdir(exist_ok=True)
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders_of_a_file(request, tmp_path_factory):
+    "Folders that a file's fixtures made (hundreds of MB of runs) are deleted after it, unless one of its tests failed."
+    base, failed = tmp_path_factory.getbasetemp(), request.session.testsfailed
+    before = set(base.iterdir())
+    yield
+    if request.session.testsfailed > failed: return
+    for path in set(base.iterdir())-before:
+        if path.name != "data": shutil.rmtree(path, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

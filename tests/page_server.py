@@ -7,8 +7,10 @@ A request is a line of JSON (page, log, limit in seconds), the answer is one too
 """
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -24,9 +26,10 @@ from nbdev.config import get_config
 from nbdev.test import test_nb
 
 
-def run(page, log):
-    "Execute a page, with everything that it prints in a file; the exit code."
+def run(page, log, tmp):
+    "Execute a page, with everything that it prints in a file and its temporary files below `tmp`; the exit code."
     os.setsid()
+    os.environ["TMPDIR"] = tempfile.tempdir = tmp
     for fd, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
         opened = os.open(path, flags)
         os.dup2(opened, fd)
@@ -52,6 +55,9 @@ def serve():
     assert threading.active_count() == 1 and len(list(Path("/proc/self/task").glob("*"))) < 2, "a fork would lose a thread"
     for line in sys.stdin:
         request = json.loads(line)
+        tmp = tempfile.mkdtemp(prefix="page-")
         pid = os.fork()
-        if pid == 0: sys.exit(run(request["page"], request["log"]))
-        print(json.dumps(dict(code=wait(pid, request["limit"]))), flush=True)
+        if pid == 0: sys.exit(run(request["page"], request["log"], tmp))
+        code = wait(pid, request["limit"])
+        shutil.rmtree(tmp, ignore_errors=True)   # pages leave runs there, up to 200 MB
+        print(json.dumps(dict(code=code)), flush=True)
