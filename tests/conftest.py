@@ -2,6 +2,7 @@
 several files use, made once. What a test or a file wrote is deleted when it has passed, so that the disk holds a file's folders at a time."""
 import os
 import shutil
+import zlib
 
 import pytest
 
@@ -36,3 +37,15 @@ def folders_of_a_file(request, tmp_path_factory):
 def pytest_collection_modifyitems(items):
     place = {name: k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))  # stable: files and tests keep their order otherwise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    "Tests of a file stay in one worker; the pages, a third of all work, are three parts instead of one."
+    from xdist.scheduler import LoadFileScheduling
+
+    class Parts(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return f"{file}-{zlib.crc32(nodeid.encode())%3}" if "::test_notebook[" in nodeid else file
+    return Parts(config, log) if config.getvalue("dist") == "loadfile" else None
