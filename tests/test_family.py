@@ -13,6 +13,7 @@ from clvla.cl.ewc import fisher
 from clvla.cl.from_scratch import FromScratch
 from clvla.cl.gdumb import GDumb
 from clvla.cl.l2 import L2
+from clvla.cl.lwf import softened
 from clvla.cl.mas import MAS, sensitivity
 from clvla.cl.quick import quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.rwalk import RWalk, unit_max
@@ -20,6 +21,7 @@ from clvla.cl.si import SI, per_distance
 from clvla.core.batch import take
 from clvla.core.names import INDEX, TASK_ID
 from clvla.policies.ema import EMA
+from avalanche_reference import tasks
 
 torch.set_num_threads(1)
 STREAM = quick_stream(0)
@@ -51,6 +53,26 @@ def test_fisher_of_batches_is_avalanches(B, total, norm):
     if B == 32:
         last = unflat(F, ctx.params().values())[4]
         close(last.sum(), .822788), close(last.norm(), .299892)
+
+
+# --- LwF
+@pytest.mark.parametrize("T,golden", [(1., .00700908), (2., .00182713)])
+def test_lwfs_divergence_is_avalanches(T, golden):
+    "The classes 0 to 3, 16 samples of the second task, a student whose weights are the teacher's and .01."
+    teacher,student,x = Digits(),Digits(),tasks("cil")[1][0][0][:16]
+    with torch.no_grad(): [p.add_(.01) for p in student.parameters()]
+    now,then = (net.net(x)[:, None, :4] for net in (student, teacher))
+    close(softened(now, then, torch.zeros(16, 1, dtype=torch.bool), T).mean().detach(), golden)
+
+def test_lwfs_divergence_leaves_out_padding_and_actions_that_do_not_exist():
+    now,then = torch.tensor([[[1., 2., 0.], [3., 1., 9.]]]),torch.tensor([[[0., 1., 0.], [2., 2., 2.]]])
+    pad,gone = torch.tensor([[False, True]]),torch.full((1, 2, 1), -torch.inf)
+    p,q = then[0, 0].softmax(0),now[0, 0].softmax(0)
+    close(softened(now, then, pad, 1.), (p*(p/q).log()).sum())
+    close(softened(torch.cat([now, gone], -1), torch.cat([then, gone], -1), pad, 1.), (p*(p/q).log()).sum())
+    student = torch.cat([now, gone], -1).requires_grad_()
+    softened(student, torch.cat([then, gone], -1), pad, 1.).sum().backward()
+    assert student.grad.isfinite().all() and student.grad[0, 0, :3].abs().min() > 0
 
 
 # --- L2 and its relatives
