@@ -138,16 +138,12 @@ def test_accuracy_is_avalanches(stream, name):
         difference,noise = gap(mine, reference, measure)
         assert difference <= max(tolerance, noise), (measure, mine, reference)
 
-@pytest.mark.parametrize("numbers", [ours, lambda stream, name: REFERENCE[stream][name]], ids=["clvla", "avalanche"])
-def test_the_order_of_the_methods_is_the_same(numbers):
-    acc = lambda stream, *names: [numbers(stream, name)["ACC"]["mean"] for name in names]
-    first = acc("cil", "cumulative", "gem", "derpp", "er", "agem", "naive")
-    second = acc("perm", "derpp", "der", "er", "ewc", "naive")
-    assert first == sorted(first, reverse=True) and second == sorted(second, reverse=True), (first, second)
-    assert all(17 < x < 20 for x in acc("cil", "naive", "ewc", "lwf"))   # a penalty alone: the newest two digits, and nothing else
-
-def test_the_reference_is_of_the_version_that_it_names():
-    assert REFERENCE["versions"]["avalanche-lib"] == "0.6.0" and all(row["seeds"] == 5 for name in ("cil", "perm") for row in REFERENCE[name].values())
+def test_the_order_of_the_methods_is_avalanches():
+    for stream,best_first in dict(cil=("cumulative", "gem", "derpp", "er", "agem", "naive"), perm=("derpp", "der", "er", "ewc", "naive")).items():
+        for numbers in (ours, lambda stream, name: REFERENCE[stream][name]):
+            acc = [numbers(stream, name)["ACC"]["mean"] for name in best_first]
+            assert acc == sorted(acc, reverse=True), (stream, acc)
+    assert all(17 < ours("cil", name)["ACC"]["mean"] < 20 for name in ("naive", "ewc", "lwf"))   # a penalty alone: the newest two digits, and nothing else
 
 if os.environ.get("CLVLA_AVALANCHE_PY"):
     @pytest.mark.parametrize("name", ["naive", "er", "gem", "derpp"])

@@ -15,6 +15,7 @@ from clvla.cl.mir import MIR, interference, rank_correlation, true_change
 from clvla.cl.probe import adamw_step
 from clvla.cl.quick import QuickLoader, quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.sequential import Sequential
+from clvla.cl.si import SI
 from clvla.core.names import INDEX, STATE, TASK_ID
 
 torch.set_num_threads(1)
@@ -84,6 +85,22 @@ def test_replay_goes_behind_the_current_samples_and_leaves_them_alone():
     assert out[INDEX][:7].tolist() == list(range(7)) and out[TASK_ID] == ["task1"]*7 + ["task0"]*3
     assert torch.equal(batch[STATE], before[STATE]) and len(batch[TASK_ID]) == 7
     assert ctx.n_mixed == 3 and [int(er.buf.frames[t][p]) for t,p in ctx.mixed] == out[INDEX][7:].tolist()
+
+@pytest.mark.parametrize("ratio,n", [(.25, 2), (1, 8), (2.5, 20)])
+def test_remembered_samples_behind_a_whole_batch(ratio, n):
+    er,loop,asked = ER(replay_ratio=ratio, form="append"),quick_loop(STREAM),[]; ctx = loop.ctx
+    assert er.n_appended(8) == n and er.n_replayed(8) == 0 and Compose(er, SI()).n_appended(8) == n
+    er.buf.add_task("task0", STREAM.train)
+    ctx.loader = QuickLoader(ctx.data, ["task1"]); real = ctx.loader.next
+    ctx.loader.next = lambda n: asked.append(n) or real(n)
+    loss = cl_step(er, loop, B=8)
+    assert asked == [8] and ctx.batch[TASK_ID] == ["task1"]*8 + ["task0"]*n
+    assert torch.equal(loss, ctx.loss.detach()) and er.metrics()["replayed/task0"] == n
+
+def test_a_memory_behind_the_batch_is_told_what_does_not_fit():
+    with pytest.raises(ValueError, match="rounds to none"): ER(replay_ratio=.1, form="append").check(4)
+    with pytest.raises(ValueError, match="'replace', 'append', found 'apend'"): ER(form="apend")
+    with pytest.raises(ValueError, match="at least 0"): ER(replay_ratio=-1, form="append")
 
 def test_only_the_samples_that_are_used_are_loaded():
     er,loop,asked = ER(replay_ratio=.5),quick_loop(STREAM),[]; ctx = loop.ctx

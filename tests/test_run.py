@@ -198,7 +198,7 @@ def test_so_does_the_library_s_own_door(tmp_path, given, says):
     (dict(model_kw=dict(D="big")), "D"), (dict(model_kw=dict(DD=7)), "did you mean 'D'?"), (dict(algo_kw=dict(seed=5)), "no setting 'seed'"),
     (dict(algo="ewc", algo_kw=dict(buffer_size=5)), "no setting 'buffer_size'"), (dict(algo="er", algo_kw=dict(sampel="x")), "no setting 'sampel'"),
     (dict(suite=dict(base="mw5_narrow", env=dict(max_stepz=5))), "did you mean 'max_steps'?"), (dict(init_from="/nowhere"), "does not exist"),
-    (dict(suite="/no/folder"), "neither a registered stream nor an existing folder"), (dict(num_processes=3), "cannot be split into 3"), (dict(strategy="zero2"), "num_processes"),
+    (dict(suite="/no/folder"), "neither a registered stream nor an existing folder"), (dict(num_processes=3), "cannot be split into 3"), (dict(num_processes=2, algo="er", algo_kw=dict(form="append", replay_ratio=.4)), "2 processes cannot share equally"), (dict(strategy="zero2"), "num_processes"),
     (dict(suite=dict(base="mw5_narrow", tasks=["window-clos"])), "did you mean 'window-close'"), (dict(task_order=[0, 0]), "task_order"),
     (dict(accumulation=3), "micro-batches"), (dict(head="l2"), "did you mean 'l1'"), (dict(image_size=50), "image"),
 ])

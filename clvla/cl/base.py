@@ -35,6 +35,7 @@ class CLAlgorithm:
     def prepare(self, policy, t:int, stream): "Add or freeze parameters for stage `t`, before its optimizer is made."
     def n_task_samples(self, B:int)->int: return B  # current samples that are loaded for a batch of `B`
     def n_replayed(self, B:int)->int: return 0  # remembered samples in a batch of `B`, once there are finished tasks
+    def n_appended(self, B:int)->int: return 0  # remembered samples behind a whole batch of `B`
     def eval_policy(self, policy, task_id): return nullcontext() # inside it, `policy` acts as it should on a task
     def eval_key(self, task_id): return None  # tasks with equal keys are evaluated in one call of the policy
     def metrics(self)->dict: return {}        # floats for the log

@@ -70,6 +70,11 @@ def n_replayed(self:Compose, B:int)->int:
     return sum(a.n_replayed(B) for a in self.algos)
 
 @patch
+def n_appended(self:Compose, B:int)->int:
+    "What all put behind a batch."
+    return sum(a.n_appended(B) for a in self.algos)
+
+@patch
 def prepare(self:Compose, policy, t:int, stream):
     "Let each prepare the policy, in turn."
     for a in self.algos: a.prepare(policy, t, stream)

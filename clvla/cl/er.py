@@ -8,7 +8,7 @@ __all__ = ['n_replay', 'ER']
 # %% ../../nbs/cl/08_er.ipynb #395ba7b3
 from collections import Counter
 from fastcore.basics import patch
-from .base import CLAlgorithm, check_number
+from .base import CLAlgorithm, check_choice, check_number
 from .buffer import TaskBuffer
 from .selection import BLIND
 
@@ -30,10 +30,13 @@ class ER(CLAlgorithm):
         store:str="refs",          # "refs": samples by number, read again from the data; "values": copies
         total_size:int|None=None,  # samples kept of all tasks together; None: no bound
         seed:int=0,
-        selection:str="random"     # which frames are kept: page cl/selection
+        selection:str="random",    # which frames are kept: page cl/selection
+        form:str="replace"         # "replace" (eq. 1), or "append" (eq. 2): remembered samples behind a whole batch
     ):
-        check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
-        self.replay_ratio,self.replayed = replay_ratio,Counter() # old task -> samples, since a task began
+        check_choice("form", form, ("replace", "append"))
+        if form == "append": check_number("replay_ratio", replay_ratio, 0)
+        else: check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
+        self.replay_ratio,self.append,self.replayed = replay_ratio,form == "append",Counter() # old task -> samples, since a task began
         self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
         self.zero3 = self.zero3 and selection in BLIND   # the others ask the policy, which needs whole weights
 
@@ -44,17 +47,19 @@ class ER(CLAlgorithm):
         return ctx.mix(batch, drawn, self.buf.fetch)   # fetches what was drawn and appends it to the batch
 
     def choose(self, n, ctx): return self.buf.draw(n)   # a subclass can choose better: page cl/mir
-    def n_drawn(self, B): return n_replay(B, self.replay_ratio) if len(self.buf) else 0   # nothing in the first task
-    def n_task_samples(self, B): return B - self.n_drawn(B)
-    def n_replayed(self, B): return n_replay(B, self.replay_ratio)
+    def n_old(self, B): return round(B*self.replay_ratio) if self.append else n_replay(B, self.replay_ratio)
+    def n_drawn(self, B): return self.n_old(B) if len(self.buf) else 0   # nothing in the first task
+    def n_task_samples(self, B): return B if self.append else B - self.n_drawn(B)
+    def n_replayed(self, B): return 0 if self.append else self.n_old(B)
+    def n_appended(self, B): return self.n_old(B) if self.append else 0
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data, ctx)
 
 # %% ../../nbs/cl/08_er.ipynb #99defc89
 @patch
 def check(self:ER, B:int):
     "ValueError when replay is asked for and no sample would be replayed."
-    if not self.replay_ratio or n_replay(B, self.replay_ratio): return
-    if B == 1: raise ValueError("a micro-batch of 1 sample (batch_size/accumulation) has room for a new one only, so "
+    if not self.replay_ratio or self.n_old(B): return
+    if B == 1 and not self.append: raise ValueError("a micro-batch of 1 sample (batch_size/accumulation) has room for a new one only, so "
                                 "nothing would be replayed; raise the micro-batch")
     raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
                      "rounds to none, so nothing would be replayed; raise the ratio or the micro-batch")
