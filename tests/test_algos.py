@@ -24,6 +24,7 @@ from clvla.cl.mas import MAS
 from clvla.cl.packnet import PackNet, largest, matrices
 from clvla.cl.quick import QuickLoader, quick_engine, quick_loop, quick_losses, quick_prepare, quick_run, quick_stream
 from clvla.cl.router import Router
+from clvla.cl.retain import Retain
 from clvla.cl.rwalk import RWalk
 from clvla.cl.si import SI
 from clvla.cl.sequential import Sequential
@@ -36,7 +37,7 @@ STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
               gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5), gss=dict(buffer_size=50))
-FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4))
+FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={})
 
 
 def start(algo, loop, t, steps):
@@ -69,7 +70,7 @@ class Agreeing(AGEM):
     def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
 
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.),
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.), lambda: Retain(1.),
                                   lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
 def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
     assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
@@ -80,7 +81,7 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
 @pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, LFL, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
-                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50)])
+                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50), Retain])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
 

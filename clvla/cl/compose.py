@@ -42,6 +42,7 @@ class Compose(CLAlgorithm):
         self.zero3 = all(a.zero3 for a in algos)
         self.new_params = any(a.new_params for a in algos)
         self.same_params = any(a.same_params for a in algos)
+        self.merges = any(a.merges for a in algos)
 
     def each(self, hook, ctx, *args)->list: return [call_hook(a, hook, ctx, *args) for a in self.algos]
     def on_task_start(self, ctx): self.each("on_task_start", ctx)
@@ -54,7 +55,8 @@ class Compose(CLAlgorithm):
         return sum(penalties[1:], penalties[0]) if penalties else None
     def after_backward(self, ctx): self.each("after_backward", ctx)
     def after_step(self, ctx): self.each("after_step", ctx)
-    def on_task_end(self, ctx): self.each("on_task_end", ctx)
+    def on_task_end(self, ctx):
+        for a in sorted(self.algos, key=lambda a: not a.merges): call_hook(a, "on_task_end", ctx)
 
 # %% ../../nbs/cl/16_compose.ipynb #e510227c
 @patch
