@@ -7,7 +7,7 @@ from clvla.cl.all import algo_settings, algos, make_algo
 from clvla.cl.compose import Compose
 from clvla.cl.base import (CLAlgorithm, CLContext, call_hook, check_choice, check_count, check_flag,
     check_number, flat, unflat)
-from clvla.cl.buffer import Reservoir, TaskBuffer, draw_positions, quotas, slots
+from clvla.cl.buffer import Reservoir, TaskBuffer, bytes_of, draw_positions, quotas, slots
 from clvla.cl.engine import Engine, Loop, cl_step, unwrap_optimizer
 from clvla.cl.er import ER, n_replay
 from clvla.cl.ewc import EWC, check_finite, fisher
@@ -126,6 +126,19 @@ def test_bad_memory_settings(kw):
 
 def test_memory_too_small_for_one_sample_a_task_is_told_at_the_start():
     with pytest.raises(ValueError, match="too small for 3 tasks"): quick_run(ER(total_size=2), STREAM, steps=1)
+
+def test_a_memory_of_bytes_is_never_larger_and_survives_a_checkpoint():
+    one = bytes_of(STREAM.train.fetch("task0", [0]))
+    a = filled(None, total_size=f"{100*one} B")
+    assert len(a) == 100 and (a.frame_bytes, a.total_size) == (one, 100)
+    assert len(filled(None, total_size=f"{100*one-1} B")) == 99 and len(filled(10, total_size="1 GB")) == 30
+    b = TaskBuffer(None, total_size=f"{100*one} B")
+    b.load_state_dict(a.state_dict())
+    assert (b.frame_bytes, b.draw(9)) == (one, a.draw(9))
+    with pytest.raises(ValueError, match=f"of {one-1} bytes holds no frame: one of task 'task0' takes {one}"): filled(None, total_size=f"{one-1} B")
+    with pytest.raises(ValueError, match="too small for 3 tasks"): quick_run(ER(total_size=f"{2*one} B"), STREAM, steps=1)
+    for text in ("50", "50MB", "0 MB", "-1 MB", "x MB", "5 TB"):
+        with pytest.raises(ValueError, match="a text like '50 MB'"): ER(total_size=text)
 
 def test_kept_samples_are_distinct_reproducible_bounded():
     a,b,c = filled(seed=1),filled(seed=1),filled(seed=2)

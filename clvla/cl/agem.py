@@ -36,7 +36,7 @@ class AGEM(CLAlgorithm):
         n_ref:int=64,              # samples of one reference gradient
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         store:str="refs",          # "refs" or "values"
-        total_size:int|None=None,  # frames kept of all tasks together; None: no bound
+        total_size:int|str|None=None,  # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
         selection:str="random"     # which frames are kept: page cl/selection
     ):

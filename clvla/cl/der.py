@@ -16,7 +16,7 @@ class DER(DERpp):
         alpha:float=.5,            # weight of the stored outputs
         n_mem:int|None=None,       # remembered samples of one update; None: as many as in the batch
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
-        total_size:int|None=None,  # frames kept of all tasks together; None: no bound
+        total_size:int|str|None=None,  # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
         selection:str="random"     # which frames are kept: page cl/selection
     ): super().__init__(buffer_size, alpha, 0., n_mem, sampling, total_size, seed, selection)

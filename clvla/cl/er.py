@@ -28,7 +28,7 @@ class ER(CLAlgorithm):
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:str="balanced",   # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
         store:str="refs",          # "refs": samples by number, read again from the data; "values": copies
-        total_size:int|None=None,  # samples kept of all tasks together; None: no bound
+        total_size:int|str|None=None,  # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
         selection:str="random",    # which frames are kept: page cl/selection
         form:str="replace"         # "replace" (eq. 1), or "append" (eq. 2): remembered samples behind a whole batch
@@ -68,7 +68,7 @@ def check(self:ER, B:int):
 def on_task_start(self:ER, ctx):
     "Count anew; ValueError when `total_size` is less than one sample for each task of the stream."
     self.replayed = Counter()
-    if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids))
+    if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids), ctx)
 
 @patch
 def metrics(self:ER)->dict:

@@ -14,7 +14,7 @@ class GDumb(FromScratch):
     "Greedy sampler and dumb learner."
     alone = "it trains on its memory alone, from the initial weights"
     def __init__(self,
-        total_size:int|None=1000, # samples kept of all tasks together, shared equally; None: all
+        total_size:int|str|None=1000, # samples kept of all tasks together, shared equally, or bytes as "50 MB"; None: all
         store:str="refs",         # "refs": samples by number, read again from the data; "values": copies
         seed:int=0,
         selection:str="random"    # which frames are kept, as the initial policy sees them: page cl/selection
@@ -25,7 +25,7 @@ class GDumb(FromScratch):
     def n_task_samples(self, B): return 0
 
     def on_task_start(self, ctx):
-        if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids))
+        if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids), ctx)
         super().on_task_start(ctx)
         self.buf.add_task(ctx.task_id, ctx.data, ctx)
 

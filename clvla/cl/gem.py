@@ -62,7 +62,7 @@ class GEM(AGEM):
         n_ref:int=32,              # samples of each task's gradient
         gamma:float=.5,            # lower bound on v
         store:str="refs",          # "refs" or "values"
-        total_size:int|None=None,  # frames kept of all tasks together; None: no bound
+        total_size:int|str|None=None,  # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
         selection:str="random"     # which frames are kept: page cl/selection
     ):

@@ -52,7 +52,7 @@ class GSS(ER):
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:str="balanced",   # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
         store:str="refs",          # "refs": samples by number, read again from the data; "values": copies
-        total_size:int|None=None,  # samples kept of all tasks together; None: no bound
+        total_size:int|str|None=None,  # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         n_compare:int|None=10,     # stored samples that each new one is compared with; None: all
         below:float=.5,            # largest cosine of a sample that may replace another; 0 in the paper
         seed:int=0

@@ -66,7 +66,7 @@ class MIR(ER):
     zero3 = False  # scoring needs whole weights
     def __init__(self,
         buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs", # as in ER
-        total_size:int|None=None, # as in ER
+        total_size:int|str|None=None, # as in ER
         refresh:int=1,       # score candidates every so many steps; 1 = the paper, 50 costs next to nothing
         candidates:int=16,   # C, samples that are scored
         top_k:int=8,         # k, how many of them are kept
