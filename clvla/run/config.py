@@ -105,7 +105,8 @@ def literal(
 def value_of(name:str, v, wanted):
     "`v`, perhaps text from a command line, as the type that is wanted."
     is_text = isinstance(v, str) and wanted is not str
-    if is_text and ("str" not in str(wanted) or v[:1] in ("[", "{")):
+    number = "int" in str(wanted) and (v == "None" or str(v).isdigit())   # where text is allowed beside numbers, as "50 MB"
+    if is_text and ("str" not in str(wanted) or v[:1] in ("[", "{") or number):
         try: v = literal(v)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as e:
             raise ValueError(f"parameter {name!r}: {v!r} is not a value of type {wanted}") from e
