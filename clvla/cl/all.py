@@ -35,6 +35,7 @@ algos = Registry("algorithm",
     lfl="clvla.cl.lfl:LFL",
     packnet="clvla.cl.packnet:PackNet",
     task_lora="clvla.cl.task_lora:TaskLoRA",
+    progressive="clvla.cl.progressive:Progressive",
     dwe="clvla.cl.dwe:DWE",
     router="clvla.cl.router:Router")
 

@@ -48,15 +48,17 @@ def check_features(
                          "of them; use algo 'er', which keeps frames")
     with torch.enable_grad(): features = policy.encode(batch)
     if features.tokens is not None:
-        raise ValueError(f"the head of {who} reads all {features.tokens.shape[1]} rows of its trunk and their mask, and "
-                         "latent replay stores one vector of a frame; use algo 'er', which keeps frames")
+        n = features.tokens.shape[1]
+        raise ValueError(f"the head of {who} reads all {n} rows of its trunk and their mask, and latent replay stores "
+                         "one vector of a frame; use algo 'er', which keeps frames")
     if not frozen or not features.pooled.requires_grad: return
     trained = {n: p for n,p in policy.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(features.pooled.sum(), list(trained.values()), allow_unused=True)
     names = [n for n,g in zip(trained, grads) if g is not None]
+    shown = ", ".join(names[:3] + ["..."]*(len(names) > 3))
     raise ValueError(f"the features that latent replay stores are made of {len(names)} parameters that are trained "
-                     f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}), so they would go out of date; freeze "
-                     "these (requires_grad_(False)), leave out what trains them, or use algo 'er', which keeps frames")
+                     f"({shown}), so they would go out of date; freeze these (requires_grad_(False)), leave out what "
+                     "trains them, or use algo 'er', which keeps frames")
 
 # %% ../../nbs/cl/32_latent.ipynb #d5ac8ff5
 class Latent(ER):
