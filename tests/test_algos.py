@@ -18,10 +18,12 @@ from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
 from clvla.cl.gss import GSS
 from clvla.cl.l2 import L2
+from clvla.cl.latent import Latent
 from clvla.cl.lfl import LFL
 from clvla.cl.lwf import LwF, weights_of
 from clvla.cl.mas import MAS
 from clvla.cl.packnet import PackNet, largest, matrices
+from clvla.cl.progressive import Progressive
 from clvla.cl.quick import QuickLoader, quick_engine, quick_loop, quick_losses, quick_prepare, quick_run, quick_stream
 from clvla.cl.router import Router
 from clvla.cl.retain import Retain
@@ -37,7 +39,7 @@ STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
               gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5), gss=dict(buffer_size=50))
-FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={})
+FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={}, latent=dict(buffer_size=50), progressive=dict(rank=4))
 
 
 def start(algo, loop, t, steps):
@@ -70,7 +72,7 @@ class Agreeing(AGEM):
     def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
 
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.), lambda: Retain(1.),
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.), lambda: Retain(1.), lambda: Latent(replay_ratio=0.),
                                   lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
 def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
     assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
@@ -81,7 +83,7 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
 @pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, LFL, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
-                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50), Retain])
+                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50), Retain, lambda: Latent(50), lambda: Progressive(4)])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
 
@@ -269,7 +271,7 @@ def test_shares_are_equal_and_a_full_network_is_refused():
     assert packnet.metrics()["free"] == 0
     with pytest.raises(ValueError, match="'task1' finds no free weight"): quick_run(PackNet(1.), STREAM, steps=2)
 
-@pytest.mark.parametrize("make", [PackNet, lambda: TaskLoRA(4), DWE, lambda: Router(4)])
+@pytest.mark.parametrize("make", [PackNet, lambda: TaskLoRA(4), DWE, lambda: Router(4), lambda: Progressive(4)])
 def test_an_evaluation_leaves_the_policy_as_it_was_also_after_an_error(make):
     algo,loop = make(),quick_loop(STREAM)
     for t in range(2): run(algo, loop, t, 6)
@@ -279,7 +281,7 @@ def test_an_evaluation_leaves_the_policy_as_it_was_also_after_an_error(make):
             with algo.eval_policy(loop.ctx.policy, i): 1/0
         assert same(before, weights(loop.ctx.policy))
     keys = [algo.eval_key(i) for i in STREAM.ids]
-    assert keys in ([1, 2, None], ["trunk", "live", "trunk"], [0, 1, 1], ["routed"]*3)   # the trunk is the first task's, and a new task's
+    assert keys in ([1, 2, None], ["trunk", "live", "trunk"], [0, 1, 1], ["routed"]*3, [0, 1, 0])   # the trunk is the first task's, and a new task's
 
 def test_a_task_in_the_middle_is_played_as_it_stands():
     packnet,loop = PackNet(),quick_loop(STREAM)
@@ -378,7 +380,7 @@ def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
     w,losses,metrics = finish(algo, loop, 3)
     assert same(w, expected[0]) and (losses == expected[1]).all() and torch.equal(metrics, expected[2])
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "dwe", "router"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "dwe", "router", "progressive"])
 def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_path):
     algo,loop = make_algo(name, **FAMILY[name]),quick_loop(STREAM)
     for t in range(2): run(algo, loop, t)
@@ -399,9 +401,9 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("si", dict(xi=0), "xi"), ("si", dict(cap=0), "cap"), ("mas", dict(alpha=2), "alpha"), ("mas", dict(form="sum"), "form"), ("mas", dict(n_batches=0), "n_batches"),
     ("gdumb", dict(total_size=0), "total_size"), ("der", dict(alpha=-1), "alpha"), ("gem", dict(gamma=-1), "gamma"), ("gem", dict(n_ref=0), "n_ref"),
     ("rwalk", dict(alpha=0), "alpha"), ("rwalk", dict(interval=0), "interval"), ("rwalk", dict(xi=0), "xi"), ("rwalk", dict(lam=-1), "lam"),
-    ("dwe", dict(units=0), "units"), ("dwe", dict(trunk="none"), "trunk"),
+    ("progressive", dict(rank=0), "rank"), ("progressive", dict(trunk="none"), "trunk"), ("dwe", dict(units=0), "units"), ("dwe", dict(trunk="none"), "trunk"),
     ("router", dict(reads="words"), "reads"), ("router", dict(shrink=0), "shrink"), ("router", dict(n_frames=0), "n_frames"),
-    ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection")])
+    ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
 
@@ -434,7 +436,7 @@ def test_the_family_forgets_less_than_fine_tuning(name):
 @pytest.fixture(scope="module")
 def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router", "latent", "progressive"])
 def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
     "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
     from clvla.run.folder import RunFolder
@@ -448,7 +450,7 @@ def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot
     whole = train_cl(config("whole"), say=len)
     own = episodes(RunFolder(whole.path))
     assert len(own) == 6
-    if name in ("packnet", "task_lora", "dwe"): assert all(own[0, i, n] == own[1, i, n] for _,i,n in own if (0, i, n) in own)
+    if name in ("packnet", "task_lora", "dwe", "progressive"): assert all(own[0, i, n] == own[1, i, n] for _,i,n in own if (0, i, n) in own)
     real = Trainer.report
     def lost(self, ctx, *args):
         real(self, ctx, *args)

@@ -84,7 +84,7 @@ def test_a_pretrained_head_is_trained_once_and_grows_then():
     assert any(isinstance(m, Grown) for m in policy.head.modules())
     assert algo.metrics()["grown"] == sum(p.numel() for m in policy.modules() if isinstance(m, Units) for p in m.parameters())
 
-@pytest.mark.parametrize("name", ["dwe", "task_lora", "router"])
+@pytest.mark.parametrize("name", ["dwe", "task_lora", "router", "progressive"])
 def test_adapters_of_the_run_are_refused(name):
     from clvla.cl.all import make_algo
     pytest.importorskip("peft")

@@ -79,11 +79,10 @@ def features(
     reads:str="all"
 )->Tensor:     # (B,D) float64, on the CPU
     "What the policy makes of what the router may see."
-    if hasattr(policy, "encode"): return policy.encode(covered(obs, reads)).pooled.double().cpu()
-    if reads != "all":
-        raise ValueError(f"{type(policy).__name__} has no encode(obs), so the router can only read its state as it is; "
-                         f"set reads to 'all', found {reads!r}")
-    return obs[STATE].double().cpu()
+    if reads != "all" and not any(k.startswith(IMAGES) for k in obs):
+        raise ValueError(f"reads {reads!r} is for observations with pictures, this one has {sorted(obs)}; set reads to "
+                         "'all'")
+    return policy.encode(covered(obs, reads)).pooled.double().cpu()
 
 # %% ../../nbs/cl/30_router.ipynb #7fb5569d
 class Router(TaskLoRA):
