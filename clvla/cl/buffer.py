@@ -79,6 +79,7 @@ class TaskBuffer:
         self.selection,self.total_bytes = selection,None
         if isinstance(total_size, str): self.total_bytes,self.total_size = n_bytes(total_size),None
         self.frame_bytes = self.more_bytes = 0   # of the largest frame so far; of what is stored beside a frame
+        self.row_bytes = None                    # of what is stored in a frame's place; None: the frame itself
         self.frames = {}  # task id -> its frame numbers
         self.values = {}  # task id -> a batch of its samples, where store="values"
         self.turn,self.rng = 0,np_rng(seed, "replay", "draw")
@@ -102,7 +103,7 @@ def choose(self:TaskBuffer, frames:TaskFrames, n:int, rng)->np.ndarray:
 @patch
 def fit(self:TaskBuffer, task_id:str, data):
     "Set `total_size` to the frames that the bytes hold."
-    self.frame_bytes = max(self.frame_bytes, bytes_of(data.fetch(task_id, [0])))
+    self.frame_bytes = max(self.frame_bytes, self.row_bytes or bytes_of(data.fetch(task_id, [0])))
     one = self.frame_bytes+self.more_bytes
     self.total_size = self.total_bytes//one
     if not self.total_size: raise ValueError(f"a memory of {self.total_bytes} bytes holds no frame: one of task {task_id!r} takes {one}")

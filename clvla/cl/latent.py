@@ -11,7 +11,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from .base import check_choice
-from .buffer import gather
+from .buffer import bytes_of, gather
 from .er import ER
 from .probe import quiet
 from ..core.batch import rng_state, set_rng_state, take, to_device, torch_rng
@@ -69,7 +69,7 @@ class Latent(ER):
         replay_ratio:float=.3,     # share of an update's samples that is replayed, in [0,1)
         trunk:str="first",         # "first": the first task trains the whole policy; "pretrained": no task trains it
         sampling:str="balanced",   # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
-        total_size:int|None=None,  # features kept of all tasks together; None: no bound
+        total_size:int|str|None=None, # features kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
         selection:str="random"     # which frames are kept: page cl/selection
     ):
@@ -122,9 +122,10 @@ def prepare(self:Latent, policy, t:int, stream):
 @patch
 def on_task_start(self:Latent, ctx):
     "Count anew; ValueError when a stored vector would not stand for its frame."
-    ER.on_task_start(self, ctx)
     frame = to_device(ctx.data.fetch(ctx.task_id, [0]), ctx.device)
     check_features(ctx.policy, frame, ctx.t >= self.first)
+    if self.buf.total_bytes: self.buf.row_bytes = bytes_of(latents(ctx, [(ctx.task_id, 0)]))
+    ER.on_task_start(self, ctx)
 
 # %% ../../nbs/cl/32_latent.ipynb #182d4259
 @patch
