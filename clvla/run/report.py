@@ -84,7 +84,8 @@ def ends_table(
     ends:list # what is logged of the stages' ends, with early stopping
 )->Table:
     "After how many updates each stage ended, and of which update the weights are kept."
-    rows = [(r["stage"], r["task"], f"{r['updates']} of {r['planned']}", r["kept"], f"{100*r['looks']:.0f} %") for r in ends]
+    rows = [(r["stage"], r["task"], f"{r['updates']} of {r['planned']}", r["kept"], f"{100*r['looks']:.0f} %")
+            for r in ends]
     return Table(rows, columns=["stage", "task", "updates", "weights kept", "success there"])
 
 # %% ../../nbs/run/11_report.ipynb #d0110011

@@ -84,8 +84,9 @@ def play(self:Evaluator,
     looks=None   # `RunFolder` of looks (page train/stopping), which are recorded there; None: the run's own
 )->float:        # mean success, in [0,1]
     "Play the trials of some tasks, record and film them."
-    shell,wait,run = self.shell,self.shell.acc.wait_for_everyone,looks or self.shell.run
-    trials = range(self.cfg.n_trials) if trials is None else trials
+    shell,wait = self.shell,self.shell.acc.wait_for_everyone
+    run = looks or shell.run
+    if trials is None: trials = range(self.cfg.n_trials)
     films = {} if self.cfg.videos and moment["step"] is None else None   # (task, trial) -> its actions
     with shell.cost.measure("looks" if looks else "evaluation"), one_thread():
         self.play_missing(moment, ids, trials, run, films)
@@ -109,6 +110,7 @@ def play_missing(self:Evaluator, moment:dict, ids:list, trials, run:RunFolder, f
                         algo=self.algo)
     except Stopped: shell.say("asked to stop; the episodes so far are kept")
 
+# %% ../../nbs/train/07_evaluate.ipynb #d090000c
 def episodes_at(run:RunFolder, moment:dict)->list:
     "Records of the episodes that were played at a moment."
     played_at = lambda record: (record["stage"], record["step"])

@@ -35,8 +35,9 @@ class Stopping:
     def take(self, step:int, success:float)->bool:
         "Take in a look; True where it is the best one (eq. 1), so that its weights are to be kept."
         is_best = success > self.best
-        self.last,self.passed = step,0 if is_best else self.passed+1
-        if is_best: self.best,self.best_at = success,step
+        self.last = step
+        self.passed += 1
+        if is_best: self.best,self.best_at,self.passed = success,step,0
         return is_best
 
     @property
@@ -86,8 +87,8 @@ def begin_looks(
     run.clean()
     run.merge_episodes()
     position = read_json(checkpoint/"position.json") if checkpoint else dict(t=-1, step=None)
-    last = position["t"],float("inf") if position["step"] is None else position["step"]
-    keep_records(run.path/"episodes.jsonl", lambda r: (r["stage"], r["step"]) <= last)
+    step = float("inf") if position["step"] is None else position["step"]
+    keep_records(run.path/"episodes.jsonl", lambda r: (r["stage"], r["step"]) <= (position["t"], step))
     return run
 
 def looks_of(
@@ -100,7 +101,7 @@ def looks_of(
     return [dict(stage=t, task=name, step=step, success=sum(won)/len(won))
             for (t,name,step),won in sorted(episodes.items())]
 
-# %% ../../nbs/train/09_stopping.ipynb #d09a001a
+# %% ../../nbs/train/09_stopping.ipynb #d09a001d
 def end_text(
     name:str,  # of a stage
     ended:dict # what is logged of its end; {} without early stopping
@@ -111,7 +112,7 @@ def end_text(
     if not ended["looks"]: return f"{text}; no look saw a success, so the last weights are kept"
     return f"{text}; the weights of update {ended['kept']} are kept ({100*ended['looks']:.0f} % success there)"
 
-# %% ../../nbs/train/09_stopping.ipynb #d09a001e
+# %% ../../nbs/train/09_stopping.ipynb #d09a0021
 def check_stopping(
     cfg,   # resolved settings: patience and what it cannot go with
     algo,  # a `CLAlgorithm`; `whole_task` = True: it plans with all updates of a task
@@ -119,7 +120,8 @@ def check_stopping(
 ):
     "ValueError when training cannot end early in the way that is asked for."
     if not cfg.patience:
-        idle = [f"{k} is {getattr(cfg, k)}" for k in ("look_every", "look_trials") if getattr(cfg, k) != getattr(type(cfg), k)]
+        default = lambda k: getattr(cfg, k) == getattr(type(cfg), k)
+        idle = [f"{k} is {getattr(cfg, k)}" for k in ("look_every", "look_trials") if not default(k)]
         if idle: raise ValueError(f"{' and '.join(idle)}, and patience 0 looks at nothing; set patience, or leave it out")
         return
     asked = f"patience {cfg.patience} looks at the policy inside a task, and"
