@@ -122,7 +122,8 @@ def check_stopping(
     if not cfg.patience:
         default = lambda k: getattr(cfg, k) == getattr(type(cfg), k)
         idle = [f"{k} is {getattr(cfg, k)}" for k in ("look_every", "look_trials") if not default(k)]
-        if idle: raise ValueError(f"{' and '.join(idle)}, and patience 0 looks at nothing; set patience, or leave it out")
+        if idle:
+            raise ValueError(f"{' and '.join(idle)}, and patience 0 looks at nothing; set patience, or leave it out")
         return
     asked = f"patience {cfg.patience} looks at the policy inside a task, and"
     if lone := [task.id for task in stream.tasks if task.env is None]:
@@ -130,7 +131,8 @@ def check_stopping(
     if cfg.evaluate == "none":
         raise ValueError(f"{asked} evaluate is 'none', which plays nothing; set it to 'lower', or patience to 0")
     if any(getattr(part, "whole_task", False) for part in getattr(algo, "algos", (algo,))):
-        raise ValueError(f"{asked} may end it early; algo {cfg.algo!r} plans with all of its updates. Set patience to 0")
+        raise ValueError(f"{asked} may end it early; algo {cfg.algo!r} plans with all of its updates. Set patience "
+                         "to 0, or choose another algo")
     if cfg.curve_points:
         raise ValueError(f"{asked} may end it early; curve_points {cfg.curve_points} measures a curve over all of its "
                          "updates. Set one of them to 0")
@@ -144,5 +146,5 @@ def check_every(cfg, algo, stream):
     updates = [stage.task.budget or cfg.steps_per_task for stage in stream.stages]
     longest = sum(updates) if algo.scope == "all" else max(updates)
     if cfg.look_every >= longest:
-        raise ValueError(f"look_every is {cfg.look_every}, and no task has more than {longest} updates, so none could end "
-                         "early; lower it, or set it to 0 for a tenth of a task's updates")
+        raise ValueError(f"look_every is {cfg.look_every}, and no task has more than {longest} updates, so none could "
+                         "end early; lower it, or set it to 0 for a tenth of a task's updates")
