@@ -73,7 +73,7 @@ class LearningSettings:
     reset_optimizer:bool = True  # a new AdamW for each task, or moments carried on
     on_nan:str = "stop"          # a loss or gradient that is not finite: stop, or skip the update
     nan_limit:int = 10           # skipped updates after which the run stops all the same
-    patience:int = 0             # looks without a better one that end a task's training, 0 = never (page train/stopping)
+    patience:int = 0             # looks without a better one that end a task, 0 = never (page train/stopping)
     look_every:int = 0           # updates between two looks, 0 = a tenth of the task's
     look_trials:int = 10         # episodes of a task at each look
     # they came later: `identity` leaves out a default
