@@ -22,6 +22,8 @@ ZERO = {f"{name}-{strategy}": dict(algo=name, algo_kw=kw, strategy=strategy) for
 LORA = {f"task_lora-{trunk}": dict(algo="task_lora", algo_kw=dict(rank=4, trunk=trunk), n_trials=2, evaluate="lower", rows_per_task=1)
         for trunk in ("first", "pretrained")}
 LOST = dict(save_every=3, reset_optimizer=False)
+LOOKS = {f"looks-{strategy}": dict(algo="er", strategy=strategy, lr=3e-3, patience=1, look_every=2, look_trials=6, n_trials=2, evaluate="lower", rows_per_task=1)
+         for strategy in ("ddp", "zero2")}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory): return tmp_path_factory.mktemp("ranks")
@@ -31,7 +33,7 @@ def config(home, name, **kw): return resolve(TrainConfig(data_dir=str(home/"data
 @pytest.fixture(scope="module")
 def two(home):
     "Run folders by name; one pair of processes makes them all."
-    runs = {name: config(home, name, num_processes=2, **kw) for name,kw in (ZERO | LORA).items()}
+    runs = {name: config(home, name, num_processes=2, **kw) for name,kw in (ZERO | LORA | LOOKS).items()}
     entries = [config_json(c) for c in runs.values()]
     for strategy in ("ddp", "zero2"):
         for name in ("whole", "lost"): runs[f"{name}-{strategy}"] = config(home, f"{name}-{strategy}", num_processes=2, strategy=strategy,
@@ -69,6 +71,14 @@ def compare(alone, both):
 def test_an_algorithm_under_zero_gives_the_numbers_of_one_process(one, two, name):
     far = {k: x for k,x in compare(one(ZERO[name]), two[name]).items() if x > 1e-4}
     assert not far and len(curve(two[name], "train/loss")) == 16
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_ranks_look_together_and_end_a_task_at_the_same_update(one, two, name):
+    alone,both = one(LOOKS[name]),two[name]
+    ends = lambda run: [(r["stage"], r["updates"], r["kept"], r["looks"]) for r in run.logs() if "kept" in r]
+    looks = lambda run: sorted((e["stage"], e["step"], e["task"], e["trial"], e["success"]) for e in RunFolder(run.path/"looks").episodes())
+    assert ends(alone) == ends(both) and looks(alone) == looks(both) and any(score for *_,score in ends(both))
+    assert max(compare(alone, both).values()) < 1e-4 and not list((both.path/"looks").glob("episodes-*"))
 
 @pytest.mark.parametrize("name", LORA)
 def test_adapters_of_tasks_on_two_processes(one, two, name):

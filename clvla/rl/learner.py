@@ -43,6 +43,8 @@ def check_practice(
     cfg:PracticeConfig # resolved
 ):                     # the `Stream`
     "Look up every name of a config; ValueError says what was probably meant."
+    if cfg.patience: raise ValueError(f"patience {cfg.patience} ends the imitation of a task early, and practice has rounds; "
+                                      "set patience to 0")
     stream = check(base_config(cfg))
     make_method(cfg.algo, cfg.seed, **cfg.algo_kw).check(cfg)
     Recorder(cfg.stride, cfg.chunk)

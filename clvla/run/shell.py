@@ -51,7 +51,8 @@ def learn(
     if step is None: learner.evaluate(t-1)
     for stage in learner.stages[t:]:
         shell.saved_time = time.monotonic()   # `save_minutes` does not count the evaluation before the stage
-        with shell.cost.measure("training", without=("evaluation", "checkpoints", "practice")): learner.fit(stage)
+        others = "evaluation","looks","checkpoints","practice"
+        with shell.cost.measure("training", without=others): learner.fit(stage)
         shell.save()
         shell.check_stop()
         learner.evaluate(stage.t)

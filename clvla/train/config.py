@@ -73,9 +73,13 @@ class LearningSettings:
     reset_optimizer:bool = True  # a new AdamW for each task, or moments carried on
     on_nan:str = "stop"          # a loss or gradient that is not finite: stop, or skip the update
     nan_limit:int = 10           # skipped updates after which the run stops all the same
-    ADDED = ("schedule", "along")   # they came later: `identity` leaves out a default
-    POSITIVE = ("batch_size", "accumulation", "nan_limit")
-    NOT_NEGATIVE = ("steps_per_task", "lr", "warmup", "weight_decay", "clip")
+    patience:int = 0             # looks without a better one that end a task, 0 = never (page train/stopping)
+    look_every:int = 0           # updates between two looks, 0 = a tenth of the task's
+    look_trials:int = 10         # episodes of a task at each look
+    # they came later: `identity` leaves out a default
+    ADDED = ("schedule", "along", "patience", "look_every", "look_trials")
+    POSITIVE = ("batch_size", "accumulation", "nan_limit", "look_trials")
+    NOT_NEGATIVE = ("steps_per_task", "lr", "warmup", "weight_decay", "clip", "patience", "look_every")
     CHOICES = dict(on_nan=("stop", "skip"), along=("restart", "continue"))
 
 # %% ../../nbs/train/00_config.ipynb #c0a00006
@@ -178,7 +182,8 @@ def resolve(
     empty = {k: v for k,v in defaults_of(stream_for(cfg)).items() if getattr(cfg, k, None) in ("", 0)}
     if "head" in empty: empty["head"] = head_for(cfg.model, empty["head"])
     cfg = replace(cfg, **empty, n_workers=cfg.n_workers or os.cpu_count() or 1, threads=threads_of(cfg))
-    if cfg.smoke: cfg = replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()})
+    small = SMOKE | (dict(look_every=4, look_trials=2) if cfg.patience else {})
+    if cfg.smoke: cfg = replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in small.items()})
     if cfg.init_from: cfg = replace(cfg, init_from=str(Path(cfg.init_from).expanduser().resolve()))
     return check_batch(cfg)
 

@@ -79,33 +79,38 @@ def one_thread():
 @patch
 def play(self:Evaluator,
     moment:dict, # stage, after, step
-    ids:list     # of the tasks to play
+    ids:list,    # of the tasks to play
+    trials=None, # trial numbers; None: the first `n_trials`
+    looks=None   # `RunFolder` of looks (page train/stopping), which are recorded there; None: the run's own
 )->float:        # mean success, in [0,1]
     "Play the trials of some tasks, record and film them."
     shell,wait = self.shell,self.shell.acc.wait_for_everyone
+    run = looks or shell.run
+    if trials is None: trials = range(self.cfg.n_trials)
     films = {} if self.cfg.videos and moment["step"] is None else None   # (task, trial) -> its actions
-    with shell.cost.measure("evaluation"), one_thread():
-        self.play_missing(moment, ids, films)
+    with shell.cost.measure("looks" if looks else "evaluation"), one_thread():
+        self.play_missing(moment, ids, trials, run, films)
         shell.check_stop()           # all ranks together: one may have ended early, after a signal to it alone
-        shell.run.merge_episodes()   # rank 0 gathers the records of all ranks in one file
+        run.merge_episodes()         # rank 0 gathers the records of all ranks in one file
         wait()
-        records = episodes_at(shell.run, moment)
+        records = episodes_at(run, moment)
         if films: self.film(moment, ids, records, films)
         wait()
     return sum(r["success"] for r in records)/max(1, len(records))
 
 @patch
-def play_missing(self:Evaluator, moment:dict, ids:list, films:dict|None):
+def play_missing(self:Evaluator, moment:dict, ids:list, trials, run:RunFolder, films:dict|None):
     "Play the episodes of this rank that have no record yet; a signal to it ends it early, without asking the others."
     cfg,shell,policy = self.cfg,self.shell,self.full_policy()
-    player,recorded = self.player_for(policy),episodes_at(shell.run, moment)
-    record = self.recorder(moment["after"], recorded, len(ids)*cfg.n_trials)
+    player,recorded = self.player_for(policy),episodes_at(run, moment)
+    record = self.recorder(moment["after"], recorded, len(ids)*len(trials), run)
     try:
-        player.evaluate(policy, self.processor, trials=range(cfg.n_trials), seed=cfg.seed, stage_info=moment, ids=ids,
+        player.evaluate(policy, self.processor, trials=trials, seed=cfg.seed, stage_info=moment, ids=ids,
                         done=map(record_key, recorded), on_record=record, actions=films, on_round=shell.stop.check,
                         algo=self.algo)
     except Stopped: shell.say("asked to stop; the episodes so far are kept")
 
+# %% ../../nbs/train/07_evaluate.ipynb #d090000c
 def episodes_at(run:RunFolder, moment:dict)->list:
     "Records of the episodes that were played at a moment."
     played_at = lambda record: (record["stage"], record["step"])
@@ -135,12 +140,13 @@ def player_for(self:Evaluator, policy)->Player:
 def recorder(self:Evaluator,
     name:str,     # of the stage
     recorded:list,# episodes of all ranks that were recorded before
-    total:int     # episodes of this evaluation
+    total:int,    # episodes of this evaluation
+    run:RunFolder # where it is recorded
 ):
     "A function that records one episode of this rank and prints how far the evaluation is."
     start,shell,new = time.monotonic(),self.shell,[]
     def record_episode(episode):
-        shell.run.episode(episode)
+        run.episode(episode)
         new.append(episode)
         if shell.rank: return
         known = recorded+new

@@ -16,14 +16,16 @@ from ..core.progress import emit
 from ..data.loader import TaskData
 from ..data.streams import stream_json
 from ..envs.all import kind_of
-from ..eval.metrics import from_records, to_json
+from ..eval.metrics import JOINT, from_records, to_json
 from ..policies.all import build_policy
 from ..policies.weights import load_weights, read_base, save_base, save_policy
+from ..run.agree import text_of_rank_0
 from ..run.folder import RunFolder
 from ..run.shell import run_learner
 from .config import TrainConfig, resolve
 from .evaluate import Evaluator
 from .prepare import check, make_processor, prepare
+from .stopping import begin_looks, end_text, look_starts
 from .trainer import Trainer, make_accelerator
 
 # %% ../../nbs/train/04_learner.ipynb #d0400006
@@ -60,7 +62,10 @@ class Imitation(OnStream):
         ctx = self.trainer.ctx
         return self.trainer.t,(ctx.step if ctx else None)
 
-    def fit(self, stage): self.trainer.fit(*stage)
+    def fit(self, stage):
+        self.trainer.fit(*stage)
+        if end := end_text(stage.name, self.trainer.ended): self.shell.say(end)
+
     def evaluate(self, t, step=None): self.evaluator.evaluate(t, step)
     def gather_weights(self): return self.trainer.engine.gather_weights()
     def summary(self): return dict(stages=len(self.stages), skipped_updates=self.trainer.skipped)
@@ -92,6 +97,8 @@ def build(self:Imitation,
     self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, algo, self.full_policy)
     self.trainer.save_if_due,self.trainer.on_bad = shell.save_if_due,shell.run.bad_update
     self.trainer.curve = lambda t, name, step: self.evaluate(t, step)
+    if cfg.patience: self.looks = begin_looks(shell.run.path/"looks", shell.rank, checkpoint)
+    self.trainer.play_look = self.play_look
     if shell.rank == 0: self.write_stream()
 
 @patch
@@ -100,6 +107,17 @@ def write_stream(self:OnStream):
     path = self.shell.run.path
     write_json(path/"dataset_statistics.json", self.processor.stats)
     write_json(path/"stream.json", stream_json(self.stream)|dict(stages=[stage.name for stage in self.stages]))
+
+# %% ../../nbs/train/04_learner.ipynb #d0900004
+@patch
+def play_look(self:Imitation, t:int, step:int)->float:
+    "Success of the policy on the tasks of a stage, in [0,1], from the starts of looks; the same in all ranks."
+    stage = self.stages[t]
+    ids = stage.task_ids if stage.name == JOINT else [stage.name]
+    moment = dict(stage=t, after=stage.name, step=step)
+    success = self.evaluator.play(moment, ids, look_starts(self.cfg.look_trials), self.looks)
+    self.looks.sync()
+    return float(text_of_rank_0(self.acc, repr(success)))
 
 # %% ../../nbs/train/04_learner.ipynb #d040000b
 @patch

@@ -32,6 +32,7 @@ from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
 from ..run.folder import check_folder
 from .config import TrainConfig, stream_for
+from .stopping import check_stopping
 from ..core.progress import emit
 
 # %% ../../nbs/train/03_prepare.ipynb #f6932d57
@@ -98,6 +99,7 @@ def check(
     if cfg.smoke and len(stream.tasks) > 2:
         keep = list(dict.fromkeys(stage.task.id for stage in stream.stages))[:2]
         stream = Stream(f"{stream.name}-smoke", tuple(stream[i] for i in keep), None, stream.cycles)
+    check_stopping(cfg, algo, stream)
     if cfg.evaluate != "none" and (lone := [o.id for o in stream.tasks if o.env is None]):
         raise ValueError(f"no environment belongs to {', '.join(lone)}, so they cannot be evaluated; set evaluate to "
                          "'none', or leave them out: suite={'base': ..., 'tasks': [...]}")

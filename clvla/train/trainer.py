@@ -23,6 +23,7 @@ from ..policies.ema import EMA
 from ..run.config import device_of
 from .config import TrainConfig
 from .schedules import lr_factor
+from .stopping import Stopping
 from .zero import make_zero
 
 # %% ../../nbs/train/01_trainer.ipynb #2a4de6fe
@@ -91,11 +92,12 @@ class Trainer:
         self.t = self.prepared = 0        # stages that are finished; stages that `algo.prepare` was called for
         self.n_steps = 0                  # updates of this stage
         self.skipped = self.overflows = 0 # updates left out; fp16: gradients in a row that were not finite
-        self.loop = self.ema = None       # of the stage that is under way
+        self.loop = self.ema = self.stopping = None # of the stage that is under way
+        self.ended = {}                   # where the last stage ended, with `patience`
         self.loss = self.penalty = self.lr = None # of the last update; means over all processes
         self._engine = None
-        # called at the points of a learning curve; between updates; with the record of a bad update
-        self.curve = self.save_if_due = self.on_bad = None
+        # called at the points of a learning curve; at a look; between updates; with the record of a bad update
+        self.curve = self.play_look = self.save_if_due = self.on_bad = None
 
 # %% ../../nbs/train/01_trainer.ipynb #d363431a
 @patch(as_prop=True)
@@ -161,9 +163,10 @@ def begin(self:Trainer,
     task_ids:list, # tasks whose data this stage may see
     name:str       # task id, or "joint"
 ):
-    "Make loader, context and average of a stage."
+    "Make loader, context, average and early stopping of a stage."
     loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
     self.ema = EMA(self.policy, self.cfg.ema) if self.cfg.ema else None
+    self.stopping = Stopping(self.cfg.patience, self.cfg.look_every) if self.cfg.patience else None
     ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
                     task_id=name, t=t, n_steps=self.n_steps, average=self.ema)
     self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
@@ -185,7 +188,7 @@ def fit(self:Trainer,
     ctx.n_steps = n_steps
     before,total = self.schedule_of(t, n_steps)
     self.policy.train()
-    while ctx.step < n_steps:
+    while not self.is_over(n_steps):
         if self.save_if_due: self.save_if_due()
         self.at_point(ctx.step, n_steps, t, name, self.ema)
         self.lr = set_lr(self.engine.raw, before+ctx.step, total, cfg.warmup, cfg.schedule)
@@ -195,10 +198,31 @@ def fit(self:Trainer,
     if self.save_if_due: self.save_if_due()  # what follows may take long: EWC looks at hundreds of samples
     if self.ema:                     # the average is what is evaluated, and what the next task starts from
         with self.engine.gather_weights(write=True): self.ema.copy_to(self.policy)
+    self.ended = self.restore_best(n_steps)
     call_hook(algo, "on_task_end", ctx)
     ctx.loader.close()
-    self.log(stage=t, task=name, drawn=self.drawn())
-    self.t,self.loop,self.ema = t+1,None,None
+    self.log(stage=t, task=name, drawn=self.drawn(), **self.ended)
+    self.t,self.loop,self.ema,self.stopping = t+1,None,None,None
+
+# %% ../../nbs/train/01_trainer.ipynb #d0900002
+@patch
+def is_over(self:Trainer, n_steps:int)->bool:
+    "Whether the stage under way has had all its updates, or enough; plays a look where one is due."
+    step,stopping = self.ctx.step,self.stopping
+    if stopping is None: return step >= n_steps
+    if stopping.due(step, n_steps):
+        with self.ema.swap(self.policy) if self.ema else nullcontext():
+            if stopping.take(step, self.play_look(self.ctx.t, step)): stopping.keep(self.policy)
+    return step >= n_steps or stopping.over
+
+@patch
+def restore_best(self:Trainer, n_steps:int)->dict:
+    "Give the policy the weights of the best look; returns what is logged of the stage's end."
+    step,stopping = self.ctx.step,self.stopping
+    if stopping is None: return {}
+    with self.engine.gather_weights(write=True): stopping.restore(self.policy)
+    ended = dict(updates=step, planned=n_steps, kept=stopping.best_at or step, looks=stopping.best)
+    return ended | (self.algo.metrics() if step < n_steps else {})   # else they are in the last update's record
 
 # %% ../../nbs/train/01_trainer.ipynb #7ba260c4
 @patch
@@ -283,6 +307,7 @@ def state_dict(self:Trainer)->dict:
     ctx = self.ctx
     stage = None if ctx is None else dict(step=ctx.step, loader=ctx.loader.state_dict(), drawn=self.drawn(),
                                           ema=self.ema.state_dict() if self.ema else None)
+    if self.stopping: stage["stopping"] = self.stopping.state_dict()
     return dict(t=self.t, at=stage, skipped=self.skipped, overflows=self.overflows, noise=rng_state(self.noise),
                 algo=self.algo.state_dict(), opt=self.engine.state_dict(self.params),
                 scaler=self.acc.scaler.state_dict() if self.acc.scaler else None)
@@ -304,3 +329,4 @@ def load_state_dict(self:Trainer, state:dict):
     self.ctx.loader.load_state_dict(stage["loader"])
     if self.rank == 0: self.loop.drawn.update(stage["drawn"])  # the sum over all processes is what counts
     if self.ema: self.ema.load_state_dict(stage["ema"])
+    if self.stopping: self.stopping.load_state_dict(stage["stopping"])
