@@ -21,7 +21,8 @@ def make_agent(
     return agents[name](seed=seed, **settings)
 
 # %% ../../nbs/crl/90_all.ipynb #c7900008
-cl_methods = Registry("cl method", none="clvla.crl.ewc:AgentCL", ewc="clvla.crl.ewc:EWC", online_ewc="clvla.crl.ewc:OnlineEWC")
+cl_methods = Registry("cl method", none="clvla.crl.ewc:AgentCL", ewc="clvla.crl.ewc:EWC",
+                      online_ewc="clvla.crl.ewc:OnlineEWC")
 
 def make_cl(
     name:str,   # a key of `cl_methods`

@@ -59,7 +59,8 @@ def resolve_agent(
     cfg:AgentConfig # as the page gave it
 )->AgentConfig:
     "Fill in folders and what suits the experiment; ValueError for a value that cannot be meant."
-    cfg = with_folders(cfg, f"{stream_name(cfg.suite)}-{cfg.algo}" + f"-{cfg.cl}"*(cfg.cl != "none") + f"-s{cfg.seed}" + "-smoke"*cfg.smoke)
+    method = f"-{cfg.cl}"*(cfg.cl != "none")
+    cfg = with_folders(cfg, f"{stream_name(cfg.suite)}-{cfg.algo}{method}-s{cfg.seed}" + "-smoke"*cfg.smoke)
     plugins_of(cfg)
     check_values(cfg)
     if cfg.num_processes > 1 or cfg.machines or cfg.precision != "no":

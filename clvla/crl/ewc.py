@@ -38,9 +38,9 @@ def scaled(
 )->Tensor:      # (P,) with mean 1, or less where the bound took some
     "The stiffness of a new spring."
     if not F.isfinite().all() or not F.mean() > 0:
-        raise RuntimeError(f"the policy's Fisher information has the mean {F.mean():g}, expected a number above 0: the agent "
-                           "has diverged, or does the same everywhere with certainty; start anew with a smaller lr or a "
-                           "larger entropy_weight")
+        raise RuntimeError(f"the policy's Fisher information has the mean {F.mean():g}, expected a number above 0: the "
+                           "agent has diverged, or does the same everywhere with certainty; start anew with a smaller lr "
+                           "or a larger entropy_weight")
     return (F/F.mean()).clamp(max=f_max)
 
 # %% ../../nbs/crl/06_ewc.ipynb #c7600012
@@ -68,8 +68,8 @@ class EWC(AgentCL):
 
     def bind(self, agent):
         if not agent.penalised:
-            raise ValueError(f"{type(agent).__name__} adds no penalty to its loss, so {type(self).__name__} can hold no weight "
-                             "of it; choose ppo, impala or clear, or cl none")
+            raise ValueError(f"{type(agent).__name__} adds no penalty to its loss, so {type(self).__name__} can hold no "
+                             "weight of it; choose ppo, impala or clear, or cl none")
         super().bind(agent)
         agent.penalty = self.penalty
 
@@ -83,7 +83,8 @@ class EWC(AgentCL):
         self.seen = {k: torch.cat([self.seen.get(k, x[:0]), x])[-self.fisher_steps:] for k,x in new.items()}
 
     def on_task_end(self, stage):
-        if not self.seen: raise ValueError(f"task {stage.task_id!r} ended and no step of it was observed; call observe(rollout)")
+        if not self.seen:
+            raise ValueError(f"task {stage.task_id!r} ended and no step of it was observed; call observe(rollout)")
         net = self.agent.net
         F = scaled(fisher(net, to_device(self.seen, self.agent.device)), self.f_max)
         self.add(stage.task_id, dict(F=F, rest=flat(net.parameters()).detach().clone()))
