@@ -180,7 +180,7 @@ def test_a_pair_is_evaluated_and_never_trained(tmp_path):
 
 @pytest.mark.parametrize("kw, says", [
     (dict(suite="dot_2"), "continuous actions"), (dict(suite="dots"), "there is no experiment 'dots'"), (dict(suite="procgen_6_tasks_5_cycles"), "cannot be made"),
-    (dict(suite="chores_sequential_multi_traj"), "crl_alfred"), (dict(algo="pppo"), "did you mean 'ppo'"), (dict(algo_kw=dict(gama=1.)), "did you mean 'gamma'"),
+    (dict(suite="chores_sequential_multi_traj"), "crl_alfred"), (dict(algo="pppo"), "did you mean 'ppo'"), (dict(cl="ewcc"), "did you mean 'ewc'"), (dict(cl_kw=dict(ewc_lam=1.)), "it takes no settings"), (dict(algo_kw=dict(gama=1.)), "did you mean 'gamma'"),
     (dict(algo_kw=dict(gamma=2.)), "gamma must be"), (dict(num_processes=2), "one process"), (dict(precision="bf16"), "float32"),
     (dict(cycles=-1), "cycles must not be negative"), (dict(algo_kw=dict(horizon=0)), "horizon must be"), (dict(image_size=2), "at least 4 pixels")])
 def test_bad_settings_are_refused_before_anything_is_made(tmp_path, kw, says):
@@ -208,14 +208,14 @@ def test_the_page(tmp_path):
     assert not set(AgentConfig.__dataclass_fields__) - listed and {"gamma", "entropy_weight", "horizon"} <= listed
 
 
-@pytest.mark.parametrize("algo, kw", [("impala", dict(lag=2)), ("clear", dict(frames=60))])
+@pytest.mark.parametrize("algo, kw, cl", [("impala", dict(lag=2), {}), ("clear", dict(frames=60), {}), ("impala", {}, dict(cl="ewc", cl_kw=dict(fisher_steps=50)))])
 @pytest.mark.parametrize("n", [3, 10])
-def test_actor_critics_that_lost_power_end_with_the_same_bits(tmp_path, algo, kw, n):
-    "Older weights and remembered rollouts are part of a checkpoint, inside a stage, too."
+def test_actor_critics_that_lost_power_end_with_the_same_bits(tmp_path, algo, kw, cl, n):
+    "Older weights, remembered rollouts and springs are part of a checkpoint, inside a stage, too."
     from clvla.crl.impala import IMPALA
     from clvla.crl.learner import learn_tasks
     from clvla.run.resume import fingerprint
-    run = lambda name: learn_tasks(small(tmp_path/name, algo=algo, save_every=1, algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2, epochs=2, **kw)), say=len)
+    run = lambda name: learn_tasks(small(tmp_path/name, algo=algo, save_every=1, algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2, epochs=2, **kw), **cl), say=len)
     whole, count, real = run("whole"), [0], IMPALA.step
 
     def step(self, *args):

@@ -14,18 +14,20 @@ NBS = Path(__file__).resolve().parents[1]/"nbs"
 BEGIN, END = '_others = """', '"""'
 
 
-def groups_and_menu(page):
-    "The classes whose fields a page takes, those that count first, and the menu of its `algo`."
+def groups_and_menus(page):
+    "The classes whose fields a page takes, those that count first, and the menus whose entries have settings."
     from clvla.cl.all import algos
-    from clvla.crl.all import agents
+    from clvla.crl.all import agents, cl_methods
     from clvla.crl.config import AgentConfig, AgentSettings
+    from clvla.policies.all import policies
     from clvla.rl.all import methods
     from clvla.rl.config import PracticeConfig, PracticeSettings
     from clvla.run.config import RunConfig
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
-    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), agents
+    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw=cl_methods)   # agents have no policy
     shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
-    return (shared, algos) if page == "run_cl" else ((PracticeConfig, PracticeSettings, *shared), methods)
+    groups, menu = (shared, algos) if page == "run_cl" else ((PracticeConfig, PracticeSettings, *shared), methods)
+    return groups, dict(algo_kw=menu, model_kw=policies)
 
 
 def fields_with_help(groups):
@@ -36,17 +38,15 @@ def fields_with_help(groups):
             if m: yield m[1], {"field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}.get(m[2], m[2]), m[3]
 
 
-def settings_with_owner(menu_of_algos, with_policies=True):
-    "Name, default and owners of every setting of the algorithms and policies that come with the library."
-    from clvla.policies.all import policies
+def settings_with_owner(menus):
+    "Name, default and owners of every setting of the algorithms, policies and methods that come with the library."
     from clvla.run.config import arguments, settings_of
     from clvla.train.config import FILLED
     owners = {}
-    menus = dict(algo_kw=menu_of_algos) | (dict(model_kw=policies) if with_policies else {})   # agents have no policy
     for kind, menu in menus.items():
         for name in menu:
             defaults = {p.name: p.default for p in arguments(menu[name])}
-            for setting in settings_of(menu[name], FILLED[kind]):
+            for setting in settings_of(menu[name], FILLED.get(kind, ())):
                 owners.setdefault(setting, []).append((name, defaults[setting]))
     for setting, given in owners.items():
         same = all(default == given[0][1] for _, default in given)
@@ -55,9 +55,9 @@ def settings_with_owner(menu_of_algos, with_policies=True):
 
 def lines(page, shown):
     "The lines of the list, without the names that the cell itself defines."
-    groups, menu = groups_and_menu(page)
+    groups, menus = groups_and_menus(page)
     rows, taken = [], set(shown)
-    for name, default, text in [*fields_with_help(groups), *settings_with_owner(menu, page != "run_crl")]:
+    for name, default, text in [*fields_with_help(groups), *settings_with_owner(menus)]:
         if name in taken: continue
         taken.add(name)
         rows.append(f"{name} = {default}  # {text.replace('=', 'is')}")   # papermill reads one = a line

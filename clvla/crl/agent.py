@@ -54,6 +54,7 @@ def ends_of(
 # %% ../../nbs/crl/02_agent.ipynb #c7200010
 class Agent:
     "What an agent answers. This one chooses evenly and learns nothing: the floor of every table."
+    penalised,penalty = False,None
     def __init__(self,
         seed:int=0,    # of the run
         n_envs:int=8,  # environments that are played at the same time

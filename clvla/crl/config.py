@@ -7,7 +7,7 @@ __all__ = ['SUITE', 'SMOKE', 'SMOKE_AGENT', 'AgentSettings', 'AgentConfig', 'exp
 
 # %% ../../nbs/crl/08_config.ipynb #c7800002
 from dataclasses import dataclass, field, replace
-from .all import agents
+from .all import agents, cl_methods
 from .experiment import Experiment, agents_of, make_experiment
 from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, with_folders
 from ..run.plugins import plugins_of
@@ -25,6 +25,9 @@ class AgentSettings:
     image_size:int = 0      # h is w, pixels
     tell_task:bool = True   # the state vector ends with which of the tasks it is, one number of 0 and 1 for each
     algo_kw:dict = field(default_factory=dict) # settings of the agent
+    cl:str = "none"         # method against forgetting: none, ewc, online_ewc
+    cl_kw:dict = field(default_factory=dict) # settings of that method
+    ADDED = ("cl", "cl_kw")   # they came later: `identity` leaves out a default
     NOT_NEGATIVE = ("cycles", "steps_per_task", "eval_every", "n_trials", "image_size")
 
 SUITE = dict(base="dot_3", env=dict(discrete=True), name="dots")   # three tasks that need no further package
@@ -40,8 +43,9 @@ class AgentConfig(AgentSettings, RunConfig):
     def menu(cls): return agents
     @classmethod
     def settings(cls, given:dict)->dict:
-        algo = given.get("algo", cls.algo)
-        return dict(algo_kw=(f"algo {algo!r}", settings_of(agents[algo], ("seed",))))
+        algo,cl = given.get("algo", cls.algo),given.get("cl", cls.cl)
+        return dict(algo_kw=(f"algo {algo!r}", settings_of(agents[algo], ("seed",))),
+                    cl_kw=(f"cl {cl!r}", settings_of(cl_methods[cl])))
 
 # %% ../../nbs/crl/08_config.ipynb #c780000a
 SMOKE = dict(cycles=2, steps_per_task=128, eval_every=64, n_trials=2)
@@ -55,7 +59,8 @@ def resolve_agent(
     cfg:AgentConfig # as the page gave it
 )->AgentConfig:
     "Fill in folders and what suits the experiment; ValueError for a value that cannot be meant."
-    cfg = with_folders(cfg, f"{stream_name(cfg.suite)}-{cfg.algo}-s{cfg.seed}" + "-smoke"*cfg.smoke)
+    method = f"-{cfg.cl}"*(cfg.cl != "none")
+    cfg = with_folders(cfg, f"{stream_name(cfg.suite)}-{cfg.algo}{method}-s{cfg.seed}" + "-smoke"*cfg.smoke)
     plugins_of(cfg)
     check_values(cfg)
     if cfg.num_processes > 1 or cfg.machines or cfg.precision != "no":

@@ -51,6 +51,7 @@ def actor_critic_loss(
 # %% ../../nbs/crl/04_impala.ipynb #c740000b
 class IMPALA(Agent):
     "Actor and critic with V-trace."
+    penalised = True
     def __init__(self,
         seed:int=0,
         n_envs:int=8,           # environments at a time
@@ -114,6 +115,9 @@ def loss(self:IMPALA, rollout:dict)->tuple:   # loss, metrics, what the network 
 @patch
 def step(self:IMPALA, loss:Tensor, metrics:dict)->dict:   # metrics, as numbers
     "One update; FloatingPointError for a loss or gradient that is not finite."
+    if self.penalty is not None:
+        penalty = self.penalty(self.net)
+        loss,metrics = loss+penalty,dict(metrics, penalty=penalty.detach())
     self.opt.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.grad_clip)

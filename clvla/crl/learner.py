@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..core.batch import torch_rng
 from ..core.files import write_json
 from ..core.progress import emit
-from .all import make_agent
+from .all import make_agent, make_cl
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
 from .experiment import Experiment, Spaces, spaces_of
@@ -45,6 +45,7 @@ def check_agent(
     told = len(exp.trained) if cfg.tell_task else 0
     spaces = Spaces(spaces.image_size, spaces.state+told, spaces.n_actions)
     agent.check(exp, spaces)
+    make_cl(cfg.cl, **cfg.cl_kw).bind(agent)
     return exp,spaces
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00008
@@ -58,6 +59,8 @@ class AgentLearner(OnStream):
         self.exp,self.spaces = check_agent(cfg)
         self.stream,self.acc = self.exp.stream,make_accelerator(cfg)
         self.agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
+        self.cl = make_cl(cfg.cl, **cfg.cl_kw)
+        self.cl.bind(self.agent)
         self.t,self.step,self.frames = 0,None,0
         self.lanes = self.draws = self.examiner = None
 
@@ -130,6 +133,7 @@ def fit(self:AgentLearner, stage:Stage):
     self.lanes.close()
     planned = self.exp.stages[stage.t]
     self.agent.on_task_end(planned)
+    self.cl.on_task_end(planned)
     if (stage.t+1)%len(self.exp.trained) == 0: self.agent.on_cycle_end(planned.cycle)
     self.t,self.step,self.lanes = stage.t+1,None,None
 
@@ -141,6 +145,7 @@ def update(self:AgentLearner, stage:Stage):
     horizon = min(self.agent.horizon, -(-left//n))
     with self.shell.cost.measure("practice"): rollout = self.lanes.play(self.agent, horizon, self.draws)
     numbers = self.agent.learn(rollout)
+    self.cl.observe(rollout)
     self.frames += n*horizon
     self.stage_frames += n*horizon
     self.shell.run.log(stage=stage.t, task=stage.name, step=self.step, frames=self.frames, **self.logged(numbers))
@@ -187,13 +192,15 @@ def state_dict(self:AgentLearner)->dict:
     "File -> state."
     inside = {} if self.step is None else dict(lanes=self.lanes.state_dict(), draws=self.draws.get_state(),
                                                stage_frames=self.stage_frames)
-    return dict(algo=self.agent.state_dict(), state=dict(t=self.t, step=self.step, frames=self.frames, **inside))
+    cl = {} if self.cfg.cl == "none" else dict(cl=self.cl.state_dict())   # without a method as in older checkpoints
+    return dict(algo=self.agent.state_dict(), state=dict(t=self.t, step=self.step, frames=self.frames, **inside, **cl))
 
 @patch
 def load_state_dict(self:AgentLearner, states:dict):
     "Go on from `states`."
     state = states["state"]
     self.agent.load_state_dict(states["algo"])
+    if self.cfg.cl != "none": self.cl.load_state_dict(state["cl"])
     self.t,self.step,self.frames = state["t"],state["step"],state["frames"]
     if self.step is None: return
     self.stage_frames,self.lanes = state["stage_frames"],self.make_lanes(self.stages[self.t])

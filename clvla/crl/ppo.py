@@ -67,7 +67,7 @@ class DiscretePPO(OnPolicy):
         **kw                    # of OnPolicy: lr, epochs, minibatch, clip, kl_stop, grad_clip, ...
     ):
         super().__init__(dict(actor=net), **kw)
-        self.net,self.lam,self.value_weight,self.entropy_weight = net,lam,value_weight,entropy_weight
+        self.net,self.lam,self.value_weight,self.entropy_weight,self.penalty = net,lam,value_weight,entropy_weight,None
 
     def prepare(self, rollout):
         check_ends(rollout["mask"], rollout["done"])
@@ -86,7 +86,8 @@ class DiscretePPO(OnPolicy):
         actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
         info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratio_metrics(logp, rows["logp_old"], self.clip))
         total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
-        return total,{k: x.detach() for k,x in info.items()}
+        if self.penalty is not None: info["penalty"] = self.penalty(self.net).expand_as(total)   # the same in each row
+        return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()}
 
     def check_drift(self, rollout)->float:
         "Largest difference between the stored log-probabilities and the network's; ValueError above `max_drift`."
@@ -98,6 +99,7 @@ class DiscretePPO(OnPolicy):
 # %% ../../nbs/crl/03_ppo.ipynb #c730000e
 class PPO(Agent):
     "Proximal policy optimisation of a small network."
+    penalised = True
     def __init__(self,
         seed:int=0,
         n_envs:int=8,           # environments at a time
@@ -155,6 +157,7 @@ def values(self:PPO, obs:dict)->Tensor:
 @patch
 def learn(self:PPO, rollout:dict)->dict:
     "One update with what the present weights have played."
+    self.learner.penalty = self.penalty
     T,N = rollout["reward"].shape
     flat = lambda x: x.transpose(0, 1).flatten(0, 1)   # one environment behind the other
     rows = {k: flat(rollout[k]) for k in (*OBSERVED, "action")}
