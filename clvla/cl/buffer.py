@@ -73,11 +73,12 @@ class TaskBuffer:
         check_choice("sampling", sampling, ("uniform", "balanced", "rotating"))
         check_choice("store", store, ("refs", "values"))
         check_choice("selection", selection, selections)
-        for name,x in dict(buffer_size=buffer_size, total_size=total_size).items():
-            if x is not None and not isinstance(x, str): check_count(name, x)
+        in_bytes = isinstance(total_size, str)
+        for name,x in dict(buffer_size=buffer_size, total_size=None if in_bytes else total_size).items():
+            if x is not None: check_count(name, x)
         self.buffer_size,self.sampling,self.store,self.total_size,self.seed = buffer_size,sampling,store,total_size,seed
         self.selection,self.total_bytes = selection,None
-        if isinstance(total_size, str): self.total_bytes,self.total_size = n_bytes(total_size),None
+        if in_bytes: self.total_bytes,self.total_size = n_bytes(total_size),None
         self.frame_bytes = self.more_bytes = 0   # of the largest frame so far; of what is stored beside a frame
         self.row_bytes = None                    # of what is stored in a frame's place; None: the frame itself
         self.frames = {}  # task id -> its frame numbers
