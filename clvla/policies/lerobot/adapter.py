@@ -39,7 +39,7 @@ def lerobot_config(
 # %% ../../../nbs/policies/lerobot/00_adapter.ipynb #2f9eb82c
 @contextmanager
 def watching(
-    layer:nn.Module, # called once or more inside
+    layer:nn.Module # called once or more inside
 ):
     "A dict that holds the input and the output of the layer's last call."
     seen = {}
@@ -71,7 +71,8 @@ class LeRobot(Policy):
         cameras:tuple|None=None,  # image keys; None: the main camera, or those of `image_size`
         options:dict|None=None    # further fields of LeRobot's configuration
     ):
-        cameras,head = list(cameras or (image_size if isinstance(image_size, dict) else [IMAGE])),head or self.heads[0]
+        head = head or self.heads[0]
+        cameras = list(cameras or (image_size if isinstance(image_size, dict) else [IMAGE]))
         config = dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
                       cameras=cameras, options=dict(options or {}))
         self.check(**config)
@@ -98,13 +99,14 @@ def check_options(
     cls,         # a family
     options:dict # to be checked
 ):
-    "ValueError for fields that LeRobot's configuration lacks or that are not a user's to set; ImportError without LeRobot."
+    "ValueError for fields that LeRobot's configuration lacks, or that the adapter sets; ImportError without LeRobot."
     require("lerobot", "lerobot")
-    if not isinstance(options, dict): raise ValueError(f"policy {cls.__name__}: options are {options!r}, expected a dict "
-                                                       "of fields of LeRobot's configuration, as in {'dropout': 0.}")
+    if not isinstance(options, dict):
+        raise ValueError(f"policy {cls.__name__}: options are {options!r}, expected a dict of fields of LeRobot's "
+                         "configuration, as in {'dim_model': 128}")
     if not options: return
-    sizes = dict.fromkeys(["input_features", "output_features", "chunk_size", "n_action_steps", "device", "push_to_hub"],
-                          "what follows from the run's settings and from the data")
+    given = ["input_features", "output_features", "chunk_size", "n_action_steps", "device", "push_to_hub"]
+    sizes = dict.fromkeys(given, "what follows from the run's settings and from the data")
     for k in options:
         if k in cls.own or k in sizes:
             raise ValueError(f"policy {cls.__name__}: option {k!r} is set by the adapter to "
@@ -172,9 +174,10 @@ def save_lerobot(
     folder          # where; made if it does not exist
 )->Path:            # the folder
     "Write a policy in LeRobot's own format."
-    if not isinstance(policy, LeRobot): raise ValueError(f"{type(policy).__name__} is no policy of LeRobot's; "
-                                                         "save_policy stores it")
-    if policy.lora: raise ValueError("this policy has adapters; store it merged: save_lerobot(merge_lora(policy), FOLDER)")
+    if not hasattr(policy, "policy_at"):
+        raise ValueError(f"{type(policy).__name__} is no policy of LeRobot's; save_policy stores it")
+    if policy.lora:
+        raise ValueError("this policy has adapters; store it merged: save_lerobot(merge_lora(policy), FOLDER)")
     policy.net.save_pretrained(folder)
     return Path(folder)
 
@@ -184,8 +187,9 @@ def load_lerobot(
 )->LeRobot:         # the same policy
     "Take the weights of a folder of LeRobot's; ValueError lists what does not fit, and copies nothing."
     file,kind = Path(folder)/"config.json",policy.net.name
-    if not file.is_file(): raise ValueError(f"{file} is missing; give the folder that LeRobot's save_pretrained wrote "
-                                            "(pretrained_model of a checkpoint)")
+    if not file.is_file():
+        raise ValueError(f"{file} is missing; give the folder that LeRobot's save_pretrained wrote "
+                         "(pretrained_model of a checkpoint)")
     if (found := json.loads(file.read_text()).get("type")) != kind:
         raise ValueError(f"{folder} holds a policy of type {found!r}, this one is {kind!r}; build the one that fits")
     fill(policy.net.state_dict(), read_weights(Path(folder)/"model.safetensors"), folder)
