@@ -28,7 +28,9 @@ policies = Registry("policy", **{
     "llamaoft": "clvla.policies.vlm.llamaoft:LlamaOFT",
     "llamaoft-tiny": "clvla.policies.vlm.llamaoft:TinyLlamaOFT",
     "neurovla": "clvla.policies.vlm.neurovla:NeuroVLA",
-    "neurovla-tiny": "clvla.policies.vlm.neurovla:TinyNeuroVLA"})
+    "neurovla-tiny": "clvla.policies.vlm.neurovla:TinyNeuroVLA",
+    "lerobot-act": "clvla.policies.lerobot.adapter:ACT",
+    "lerobot-act-tiny": "clvla.policies.lerobot.adapter:TinyACT"})
 
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
 practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy"})
