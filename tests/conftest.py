@@ -2,7 +2,9 @@
 several files use, made once. What a test or a file wrote is deleted when it has passed, so that the disk holds a file's folders at a time."""
 import os
 import shutil
+import sys
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,22 @@ def shared_data(tmp_path_factory):
     return path
 
 
+def forget_plugins():
+    "Take out plugins whose files are deleted: environments' processes would be told to import them."
+    plugins = sys.modules.get("clvla.core.plugins")
+    for name,plugin in list(plugins._loaded.items()) if plugins else ():
+        if plugin.kind == "file" and not Path(name).is_file():
+            del plugins._loaded[name]
+            plugins._forget(plugin.module)
+
+
+@pytest.fixture(autouse=True)
+def plugins_of_a_test():
+    "A test's plugins are forgotten with its folder, which is deleted before this ends."
+    yield
+    forget_plugins()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def folders_of_a_file(request, tmp_path_factory):
     "Folders that a file's fixtures made (hundreds of MB of runs) are deleted after it, unless one of its tests failed."
@@ -32,6 +50,7 @@ def folders_of_a_file(request, tmp_path_factory):
     if request.session.testsfailed > failed: return
     for path in set(base.iterdir())-before:
         if path.name != "data": shutil.rmtree(path, ignore_errors=True)
+    forget_plugins()
 
 
 def pytest_collection_modifyitems(items):
