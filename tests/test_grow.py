@@ -3,6 +3,7 @@ import pytest, torch
 from test_algos import STREAM, robot_batch, run, same, start, tiny, weights
 from clvla.core.batch import torch_rng
 from clvla.cl.dwe import DWE, Grown, Units, grow, layers_of
+from clvla.cl.progressive import Progressive
 from clvla.cl.quick import quick_loop, quick_losses
 from clvla.cl.base import Process
 from clvla.cl.router import LDA, Router, covered, features
@@ -16,8 +17,9 @@ torch.set_num_threads(1)
 
 # --- units beside every layer
 @pytest.mark.parametrize("trunk", ["first", "pretrained"])
-def test_no_weight_of_an_earlier_stage_moves(trunk):
-    algo,loop,rows,before = DWE(4, trunk),quick_loop(STREAM),[],{}
+@pytest.mark.parametrize("make,of_a_stage", [(DWE, ".units."), (Progressive, ".columns.")])
+def test_no_weight_of_an_earlier_stage_moves(make, of_a_stage, trunk):
+    algo,loop,rows,before = make(4, trunk=trunk),quick_loop(STREAM),[],{}
     for t in range(3):
         run(algo, loop, t, 12, .9)
         rows.append(quick_losses(loop, algo))
@@ -26,7 +28,7 @@ def test_no_weight_of_an_earlier_stage_moves(trunk):
         assert all(torch.equal(w, now[named(n)]) for n,w in before.items())
         optimised = {id(p) for group in loop.engine.raw.param_groups for p in group["params"]}
         assert optimised == {id(p) for p in loop.ctx.params().values()}
-        assert t == 0 or {n.split(".units.")[1][0] for n in loop.ctx.params()} == {str(t)}
+        assert t == 0 or {n.split(of_a_stage)[1][0] for n in loop.ctx.params()} == {str(t)}
         before = now
     assert rows[2][0] == rows[1][0] == rows[0][0] and rows[2][1] == rows[1][1]
 

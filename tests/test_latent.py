@@ -1,8 +1,9 @@
 "Stored features behind a frozen trunk: the loss of replayed frames, over processes too; who is refused; adapters."
 import pytest, torch
-from test_algos import STREAM, Frames, Rank, robot_batch, run, same, tiny, weights
+from test_algos import STREAM, Frames, Rank, robot_batch, run, same, start, tiny, weights
 from clvla.cl.all import make_algo
 from clvla.cl.base import CLContext
+from clvla.cl.buffer import bytes_of
 from clvla.cl.compose import Compose
 from clvla.cl.latent import POOLED, Latent, check_features, latents
 from clvla.cl.quick import quick_loop
@@ -70,6 +71,19 @@ def test_features_stay_beside_their_frames_when_the_memory_shrinks():
     for k in STREAM.ids:
         frames = loop.ctx.data.fetch(k, algo.buf.frames[k])
         assert len(frames[STATE]) == 20 and torch.equal(algo.stored[k][POOLED], frames[STATE]) and torch.equal(algo.stored[k][ACTION], frames[ACTION])
+
+def test_a_memory_of_bytes_counts_features_and_goes_on_counting_them():
+    "Also where a run was cut off inside a task: what a feature takes is a part of the memory's state."
+    algo,loop = Latent(None, total_size="2 kB"),quick_loop(STREAM)
+    run(algo, loop, 0)
+    start(algo, loop, 1, 12)
+    algo.on_task_start(loop.ctx)
+    again = Latent(None, total_size="2 kB")
+    again.load_state_dict(algo.state_dict())
+    for a in (algo, again): a.on_task_end(loop.ctx)
+    assert {k: x.tolist() for k,x in again.buf.frames.items()} == {k: x.tolist() for k,x in algo.buf.frames.items()}
+    one = bytes_of({k: x for k,x in again.stored["task0"].items()})
+    assert len(again.buf) == 2000//one and one < bytes_of(STREAM.train.fetch("task0", [0]))
 
 def test_what_is_stored_is_what_a_head_reads_and_the_policy_stays_as_it_was():
     policy = tiny("discrete")

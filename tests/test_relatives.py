@@ -1,29 +1,17 @@
 "The losses of page cl/relatives: avalanche-lib's number on the digits, and equation 2 term by term."
 import math
-from pathlib import Path
 import numpy as np, pytest, torch
-from torch import nn
+from avalanche_reference import tasks
+from test_family import Digits
 from clvla.cl.relatives import ace_loss, icarl_loss
 from clvla.core.batch import torch_rng
 
 torch.set_num_threads(1)
-DIGITS = np.load(Path(__file__).parent/"digits.npz", allow_pickle=False)
 
-
-def classifier():
-    "The network of test_family: weights from RandomState(0)."
-    net,rng = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10)),np.random.RandomState(0)
-    for p in net.parameters(): p.data = torch.tensor((rng.standard_normal(tuple(p.shape))*.2).astype("float32"))
-    return net
-
-def first(n, task):
-    "The first training digits of a task of two classes."
-    rows = DIGITS["train"].astype(int)
-    rows = rows[DIGITS["y"][rows]//2 == task][:n]
-    return torch.tensor(DIGITS["x"][rows]/16, dtype=torch.float32), torch.tensor(DIGITS["y"][rows].astype("int64"))
 
 def test_ace_loss_is_avalanches():
-    net,(x,y),(x_old,y_old) = classifier(),first(16, 1),first(16, 0)
+    net,((x_old,y_old),_),((x,y),_) = Digits().net,*tasks("cil")[:2]
+    x,y,x_old,y_old = x[:16],y[:16],x_old[:16],y_old[:16]
     assert abs(float(ace_loss(net(x), y, net(x_old), y_old).detach())-1.548633) < 1e-5
 
 @pytest.mark.parametrize("n_old", [0, 2, 5])

@@ -22,6 +22,7 @@ class CLAlgorithm:
     alone = ""         # why it is combined with no other algorithm; "": it may be (page cl/compose)
     new_params = False # trains other parameters in later tasks than in the first
     same_params = False# needs the same trained parameters in every task
+    whole_task = False # plans with all updates of a task, so training may not end early (page train/stopping)
     merges = False     # writes all weights when a task ends, which the others of a composition then see
 
     def on_task_start(self, ctx): pass

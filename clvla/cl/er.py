@@ -36,7 +36,8 @@ class ER(CLAlgorithm):
         check_choice("form", form, ("replace", "append"))
         if form == "append": check_number("replay_ratio", replay_ratio, 0)
         else: check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
-        self.replay_ratio,self.append,self.replayed = replay_ratio,form == "append",Counter() # old task -> samples, since a task began
+        self.replay_ratio,self.append = replay_ratio,form == "append"
+        self.replayed = Counter() # old task -> samples, since a task began
         self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
         self.zero3 = self.zero3 and selection in BLIND   # the others ask the policy, which needs whole weights
 

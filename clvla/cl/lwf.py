@@ -56,7 +56,8 @@ class LwF(CLAlgorithm):
 
     def difference(self, out, target, batch):
         now,then,pad = out["pred"],target["pred"],batch[PAD]
-        return (softened(now, then, pad, self.temperature) if N_ACTIONS in batch else output_error(now, then, pad)).mean()
+        error = softened(now, then, pad, self.temperature) if N_ACTIONS in batch else output_error(now, then, pad)
+        return error.mean()
 
     def asked(self, ctx)->dict:
         "The batch with the instructions of past tasks in turn."

@@ -28,7 +28,7 @@ def largest(
 class PackNet(CLAlgorithm):
     "Weights of its own for every task."
     zero3,new_params = False,True
-    whole_task = True  # prunes after a share of a task's updates: training must not end early (page train/stopping)
+    whole_task = True  # prunes after a share of a task's updates
     def __init__(self,
         share:float|None=None, # of the free weights that a task keeps, in (0,1]; None: equal parts for all tasks
         retrain:float=1/3      # share of a task's updates that come after the pruning

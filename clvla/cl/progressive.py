@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from torch import nn
-from .base import CLAlgorithm, check_choice, check_count, check_number
-from .task_lora import Adapted, _check_rank, refuse_lora, trained_set, write_set
+from .base import CLAlgorithm
+from .task_lora import Adapted, check_rank, check_settings, refuse_lora, trained_set, write_set
 from ..core.batch import torch_rng
 
 # %% ../../nbs/cl/33_progressive.ipynb #f9b6d84c
@@ -53,9 +53,7 @@ class Progressive(CLAlgorithm):
         trunk:str="first",   # "first": the first task trains the whole policy; "pretrained": no task trains it
         seed:int=0
     ):
-        check_count("rank", rank)
-        check_number("alpha", alpha, 1e-6, rule="above 0")
-        check_choice("trunk", trunk, ("first", "pretrained"))
+        check_settings(rank, alpha, trunk)
         self.rank,self.alpha,self.trunk,self.seed = rank,alpha,trunk,seed
         self.first = 1 if trunk == "first" else 0   # the first stage with adapters
         self.visits,self.t = {},0                   # task id -> its stage; the stage under way
@@ -65,7 +63,7 @@ class Progressive(CLAlgorithm):
     def prepare(self, policy, t, stream):
         if t == 0:
             refuse_lora(policy)
-            _check_rank(policy, self.rank)
+            check_rank(policy, self.rank)
         if t < self.first: return
         add_columns(policy, t, self.rank, self.alpha, self.seed)
         if t == self.first: self.start = head_of(policy)

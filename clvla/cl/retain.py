@@ -8,6 +8,7 @@ __all__ = ['Retain']
 # %% ../../nbs/cl/31_retain.ipynb #3ca10003
 import torch
 from .base import CLAlgorithm, check_flag, check_number
+from .task_lora import trained_set
 
 # %% ../../nbs/cl/31_retain.ipynb #3ca10007
 class Retain(CLAlgorithm):
@@ -24,7 +25,7 @@ class Retain(CLAlgorithm):
         self.share,self.first,self.before = share,first,{}   # name -> tensor; empty where nothing is merged
 
     def on_task_start(self, ctx):
-        self.before = {k: p.detach().clone() for k,p in ctx.params().items()} if ctx.t or self.first else {}
+        self.before = trained_set(ctx.policy) if ctx.t or self.first else {}
 
     def on_task_end(self, ctx):
         if not self.before: return

@@ -10,9 +10,17 @@ import math
 from ..core.names import Registry
 
 # %% ../../nbs/train/08_schedules.ipynb #5ced0007
-def cosine(x:float, floor:float)->float: return floor + (1-floor)*.5*(1+math.cos(math.pi*x))
-def linear(x:float, floor:float)->float: return 1 - (1-floor)*x
-def constant(x:float, floor:float)->float: return 1.
+def cosine(x:float, floor:float)->float:
+    "Half a cosine from 1 to the floor; `x` is the share of the updates that are done."
+    return floor + (1-floor)*.5*(1+math.cos(math.pi*x))
+
+def linear(x:float, floor:float)->float:
+    "A line from 1 to the floor."
+    return 1 - (1-floor)*x
+
+def constant(x:float, floor:float)->float:
+    "1 to the end, whatever the floor."
+    return 1.
 
 schedules = Registry("schedule", cosine=cosine, linear=linear, constant=constant)
 

@@ -130,7 +130,7 @@ def check_stopping(
         raise ValueError(f"{asked} no environment belongs to {', '.join(lone)}; set patience to 0")
     if cfg.evaluate == "none":
         raise ValueError(f"{asked} evaluate is 'none', which plays nothing; set it to 'lower', or patience to 0")
-    if any(getattr(part, "whole_task", False) for part in getattr(algo, "algos", (algo,))):
+    if algo.whole_task:
         raise ValueError(f"{asked} may end it early; algo {cfg.algo!r} plans with all of its updates. Set patience "
                          "to 0, or choose another algo")
     if cfg.curve_points:
