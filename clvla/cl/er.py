@@ -60,8 +60,9 @@ class ER(CLAlgorithm):
 def check(self:ER, B:int):
     "ValueError when replay is asked for and no sample would be replayed."
     if not self.replay_ratio or self.n_old(B): return
-    if B == 1 and not self.append: raise ValueError("a micro-batch of 1 sample (batch_size/accumulation) has room for a new one only, so "
-                                "nothing would be replayed; raise the micro-batch")
+    if B == 1 and not self.append:
+        raise ValueError("a micro-batch of 1 sample (batch_size/accumulation) has room for a new one only, so nothing "
+                         "would be replayed; raise the micro-batch")
     raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
                      "rounds to none, so nothing would be replayed; raise the ratio or the micro-batch")
 

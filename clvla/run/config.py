@@ -105,7 +105,7 @@ def literal(
 def value_of(name:str, v, wanted):
     "`v`, perhaps text from a command line, as the type that is wanted."
     is_text = isinstance(v, str) and wanted is not str
-    number = "int" in str(wanted) and (v == "None" or str(v).isdigit())   # where text is allowed beside numbers, as "50 MB"
+    number = is_text and "int" in str(wanted) and (v == "None" or v.isdigit())
     if is_text and ("str" not in str(wanted) or v[:1] in ("[", "{") or number):
         try: v = literal(v)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as e:

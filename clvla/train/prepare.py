@@ -90,8 +90,8 @@ def check(
     algo.check(B := cfg.batch_size//cfg.accumulation)   # of all processes together: how many there are changes nothing
     n,world = algo.n_appended(B),world_of(cfg)
     if n % world:
-        raise ValueError(f"{cfg.algo} puts {n} remembered samples behind each micro-batch of {B}, which {world} processes "
-                         f"cannot share equally; choose a replay_ratio that gives a multiple of {world}")
+        raise ValueError(f"{cfg.algo} puts {n} remembered samples behind each micro-batch of {B}, which {world} "
+                         f"processes cannot share equally; choose a replay_ratio that gives a multiple of {world}")
     check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")
     if cfg.init_from: check_init(cfg)
