@@ -196,6 +196,25 @@ def test_derpp_first_term_is_zero_for_the_policy_that_stored(head):
         derpp.stored["a"]["noise"] = derpp.stored["a"]["noise"].flip(0)
         assert derpp.compute_penalty(ctx).item() > 1e-4
 
+def test_cloning_of_discrete_actions_is_zero_for_the_policy_that_stored_and_refused_for_numbers():
+    "What CLEAR does with what was played, on what was demonstrated; each row has 3 or 5 actions."
+    policy,der = tiny("discrete"),DER(None, alpha=2., distance="kl")
+    ctx = trained_on(der, policy, "discrete")
+    der.on_task_start(ctx)
+    assert der.compute_penalty(ctx).item() < 1e-9
+    with torch.no_grad(): [p.add_(.01*torch.randn(p.shape, generator=torch_rng(0, "move"))) for p in policy.parameters()]
+    drawn = der.buf.draw(6)
+    der.buf.draw = lambda n: drawn
+    batch,then = der.buf.fetch(drawn, ctx.data),der.outputs(drawn)["pred"]
+    p,q = (torch.distributions.Categorical(logits=z) for z in (then, policy(batch)[1]["pred"]))
+    kl = (p.probs*(p.logits-q.logits)).nan_to_num(0., 0., 0.).sum(-1)*~batch[PAD]
+    penalty = der.compute_penalty(ctx)
+    penalty.backward()
+    assert torch.allclose(penalty, 2*(kl.sum(1)/(~batch[PAD]).sum(1)).mean(), rtol=1e-4) and penalty > 1e-6
+    assert all(p.grad is None or p.grad.isfinite().all() for p in policy.parameters())
+    with pytest.raises(ValueError, match="are numbers; use \"squares\""): DER(distance="kl").on_task_start(CLContext(policy=tiny("l1"), data=Frames(robot_batch("l1")), task_id="a"))
+    with pytest.raises(ValueError, match="'squares', 'kl', found 'L2'"): DERpp(distance="L2")
+
 def test_derpp_second_term_is_the_loss_on_the_memory():
     policy,derpp = tiny("l1"),DERpp(None, alpha=0., beta=1., n_mem=6)
     ctx = trained_on(derpp, policy, "l1")
@@ -403,7 +422,7 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("rwalk", dict(alpha=0), "alpha"), ("rwalk", dict(interval=0), "interval"), ("rwalk", dict(xi=0), "xi"), ("rwalk", dict(lam=-1), "lam"),
     ("progressive", dict(rank=0), "rank"), ("progressive", dict(trunk="none"), "trunk"), ("dwe", dict(units=0), "units"), ("dwe", dict(trunk="none"), "trunk"),
     ("router", dict(reads="words"), "reads"), ("router", dict(shrink=0), "shrink"), ("router", dict(n_frames=0), "n_frames"),
-    ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection")])
+    ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=-1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
 

@@ -19,7 +19,8 @@ from clvla.cl.ewc import EWC
 from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
 from clvla.cl.joint import Joint
-from clvla.cl.lwf import LwF, softened
+from clvla.cl.derpp import softened
+from clvla.cl.lwf import LwF
 from clvla.cl.quick import QuickData, QuickLoader, QuickStream
 from clvla.cl.sequential import Sequential
 from clvla.cl.relatives import ace_loss

@@ -3,14 +3,21 @@ from copy import deepcopy
 import numpy as np, pytest, torch
 from clvla.core.state import load_state, save_state
 from clvla.core.batch import take, torch_rng
+from clvla.cl.agem import AGEM
 from clvla.cl.all import algo_settings, algos, make_algo
 from clvla.cl.compose import Compose
 from clvla.cl.base import (CLAlgorithm, CLContext, call_hook, check_choice, check_count, check_flag,
     check_number, flat, unflat)
 from clvla.cl.buffer import Reservoir, TaskBuffer, bytes_of, draw_positions, quotas, slots
+from clvla.cl.der import DER
+from clvla.cl.derpp import DERpp
 from clvla.cl.engine import Engine, Loop, cl_step, unwrap_optimizer
 from clvla.cl.er import ER, n_replay
 from clvla.cl.ewc import EWC, check_finite, fisher
+from clvla.cl.gdumb import GDumb
+from clvla.cl.gem import GEM
+from clvla.cl.gss import GSS
+from clvla.cl.latent import Latent
 from clvla.cl.mir import MIR, interference, rank_correlation, true_change
 from clvla.cl.probe import adamw_step
 from clvla.cl.quick import QuickLoader, quick_loop, quick_run, quick_stream, quick_task
@@ -124,8 +131,19 @@ def test_er_says_why_nothing_would_be_replayed():
 def test_bad_memory_settings(kw):
     with pytest.raises(ValueError): ER(**kw)
 
-def test_memory_too_small_for_one_sample_a_task_is_told_at_the_start():
-    with pytest.raises(ValueError, match="too small for 3 tasks"): quick_run(ER(total_size=2), STREAM, steps=1)
+@pytest.mark.parametrize("size", [2, "2 frames"])
+@pytest.mark.parametrize("make", [ER, MIR, GSS, AGEM, GEM, DER, DERpp, GDumb])
+def test_memory_too_small_for_one_sample_a_task_is_told_at_the_start(make, size):
+    "And no update is made."
+    one = bytes_of(STREAM.train.fetch("task0", [0])) + (4 if issubclass(make, DERpp) else 0)   # a chunk of one number beside the frame
+    algo,loop = make(total_size=size if size == 2 else f"{2*one} B"),quick_loop(STREAM)
+    before = [p.clone() for p in loop.ctx.params().values()]
+    with pytest.raises(ValueError, match="too small for 3 tasks"): quick_task(algo, loop, 0, steps=1)
+    assert all(map(torch.equal, before, loop.ctx.params().values()))
+
+@pytest.mark.parametrize("make", [MIR, GSS, Latent])
+def test_what_replays_can_replay_behind_a_whole_batch(make):
+    assert (make() if make is Latent else make(form="append")).n_task_samples(8) == 8
 
 def test_a_memory_of_bytes_is_never_larger_and_survives_a_checkpoint():
     one = bytes_of(STREAM.train.fetch("task0", [0]))

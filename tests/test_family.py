@@ -7,16 +7,16 @@ from clvla.cl.all import make_algo
 from clvla.cl.base import CLContext, call_hook, flat, unflat
 from clvla.cl.compose import Compose
 from clvla.cl.der import DER
-from clvla.cl.derpp import DERpp
+from clvla.cl.derpp import DERpp, softened
 from clvla.cl.engine import Engine, Loop, cl_step
 from clvla.cl.ewc import fisher
 from clvla.cl.from_scratch import FromScratch
 from clvla.cl.gdumb import GDumb
 from clvla.cl.l2 import L2
-from clvla.cl.lwf import softened
 from clvla.cl.mas import MAS, sensitivity
 from clvla.cl.quick import quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.rwalk import RWalk, unit_max
+from clvla.cl.l2 import weights_now
 from clvla.cl.si import SI, per_distance
 from clvla.core.batch import take
 from clvla.core.names import INDEX, TASK_ID
@@ -109,6 +109,17 @@ def test_si_is_avalanches_where_weights_are_compared_with_their_past():
     close(first_layer(ctx, signed).sum(), -7223.506, 1e-3), close(first_layer(ctx, signed).norm(), 1837.074, 1e-3)
     close(first_layer(ctx, si.omega).sum(), .572644, 1e-3)
     close(pushed(si, ctx), 4.448218e-4)
+
+class Shipped(SI):
+    "avalanche's on the CPU: its old weights are views of the new ones, so no weight has moved."
+    def after_step(self, ctx):
+        self.before = weights_now(ctx)
+        super().after_step(ctx)
+
+def test_si_as_avalanche_ships_it_has_no_importance():
+    si = Shipped(c=5., xi=1e-7, cap=1e-3)
+    ctx = digit_run(si, 5)
+    assert not si.omega.any() and pushed(si, ctx) == 0.
 
 def test_si_counts_the_fall_of_the_tasks_loss_and_not_the_penaltys():
     si,loop = SI(c=20.),quick_loop(STREAM, lr=1e-3)

@@ -18,7 +18,7 @@ REFS = [("a", k) for k in (3, 0, 5, 1)]
 
 def at_stage_1(head, algo=None):
     "A policy whose trunk is frozen, six frames of task a in memory, and a context in task b."
-    algo,policy = algo or Latent(replay_ratio=.4, seed=2),tiny(head)
+    algo,policy = algo or Latent(replay_ratio=4/6, seed=2),tiny(head)
     ctx = CLContext(policy=policy, data=Frames(robot_batch(head)), task_id="a", batch_size=6)
     algo.prepare(policy, 0, STREAM)
     algo.on_task_end(ctx)
@@ -58,8 +58,8 @@ class Totals(Rank):
     def reduce(self, x): return x*self.world
 
 def test_a_share_of_the_samples_is_replayed_on_top_of_the_batch():
-    algo = Latent(replay_ratio=.75)
-    assert (algo.n_drawn(8), algo.n_task_samples(8), algo.n_replayed(8)) == (0, 8, 0)
+    algo = Latent(replay_ratio=3.)
+    assert (algo.n_drawn(8), algo.n_task_samples(8), algo.n_replayed(8), algo.n_appended(8)) == (0, 8, 0, 0)
     loop = quick_loop(STREAM)
     run(algo, loop, 0, 2)
     run(algo, loop, 1, 2)

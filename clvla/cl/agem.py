@@ -45,6 +45,8 @@ class AGEM(CLAlgorithm):
         self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
         self.generator = torch_rng(seed, "agem noise")
 
+    def on_task_start(self, ctx): self.buf.check_room(ctx)   # ValueError: no room for the stream's tasks
+
     def reference(self, ctx)->list:
         "Gradient of the loss on a random draw from memory."
         mine = self.buf.fetch(ctx.dealt(self.buf.draw(self.n_ref)), ctx.data)

@@ -87,10 +87,11 @@ class TaskBuffer:
         self.turn,self.rng = 0,np_rng(seed, "replay", "draw")
 
     def __len__(self): return sum(map(len, self.frames.values()))
-    def check_room(self, n_tasks:int, ctx=None):
-        "ValueError when `n_tasks` tasks do not find room."
-        if self.total_bytes and ctx: self.fit(ctx.task_id, ctx.data)
-        quotas(n_tasks, self.total_size, self.buffer_size)
+    def check_room(self, ctx):
+        "ValueError when the tasks of a stream do not find room."
+        if ctx.stream is None: return
+        if self.total_bytes: self.fit(ctx.task_id, ctx.data)
+        quotas(len(ctx.stream.ids), self.total_size, self.buffer_size)
 
 # %% ../../nbs/cl/03_buffer.ipynb #6fa6fa0d
 def _packed(batch:dict)->dict:

@@ -18,5 +18,6 @@ class DER(DERpp):
         sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
         total_size:int|str|None=None,  # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
-        selection:str="random"     # which frames are kept: page cl/selection
-    ): super().__init__(buffer_size, alpha, 0., n_mem, sampling, total_size, seed, selection)
+        selection:str="random",    # which frames are kept: page cl/selection
+        distance:str="squares"     # of outputs: "squares", or "kl": CLEAR's cloning, for a head of discrete actions
+    ): super().__init__(buffer_size, alpha, 0., n_mem, sampling, total_size, seed, selection, distance)

@@ -70,7 +70,7 @@ def check(self:ER, B:int):
 def on_task_start(self:ER, ctx):
     "Count anew; ValueError when `total_size` is less than one sample for each task of the stream."
     self.replayed = Counter()
-    if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids), ctx)
+    self.buf.check_room(ctx)
 
 @patch
 def metrics(self:ER)->dict:

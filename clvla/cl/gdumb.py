@@ -25,7 +25,7 @@ class GDumb(FromScratch):
     def n_task_samples(self, B): return 0
 
     def on_task_start(self, ctx):
-        if ctx.stream is not None: self.buf.check_room(len(ctx.stream.ids), ctx)
+        self.buf.check_room(ctx)
         super().on_task_start(ctx)
         self.buf.add_task(ctx.task_id, ctx.data, ctx)
 

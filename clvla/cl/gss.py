@@ -55,9 +55,10 @@ class GSS(ER):
         total_size:int|str|None=None,  # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         n_compare:int|None=10,     # stored samples that each new one is compared with; None: all
         below:float=.5,            # largest cosine of a sample that may replace another; 0 in the paper
-        seed:int=0
+        seed:int=0,
+        form:str="replace"         # as in ER
     ):
-        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed)
+        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, form=form)
         if n_compare is not None: check_count("n_compare", n_compare)
         check_number("below", below, -1, 1)
         self.buf = GSSBuffer(buffer_size or None, sampling, store, total_size, n_compare, below, seed)

@@ -73,9 +73,9 @@ class MIR(ER):
         n_draws:int=4,       # times the policy's own noise draws
         between:str="draw",  # between refreshes: "draw" (like ER) or "cache" (the top k only)
         seed:int=0,
-        selection:str="random" # as in ER
+        selection:str="random", form:str="replace" # as in ER
     ):
-        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, selection)
+        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, selection, form)
         counts = dict(refresh=refresh, candidates=candidates, top_k=top_k, n_draws=n_draws)
         for name,value in counts.items(): check_count(name, value)
         check_choice("between", between, ("draw", "cache"))

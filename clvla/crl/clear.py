@@ -10,6 +10,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from ..cl.base import check_number
+from ..cl.derpp import softened
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
 from .impala import IMPALA
 
@@ -76,8 +77,8 @@ def cloning_loss(
     value_weight:float=.005  # w_v
 )->tuple:      # loss, metrics
     "Distance from the policy and the values that were (eq. 1, the last two terms)."
-    possible = old["logps"] > -1e8   # an action that a task lacks has no part
-    kl = torch.where(possible, old["logps"].exp()*(old["logps"]-out["logps"]), 0.).sum(-1).mean()
+    past = torch.zeros(old["logps"].shape[:-1], dtype=torch.bool)   # no step is padding
+    kl = softened(out["logps"], old["logps"], past).mean()
     gap = (old["v"]-out["v"]).square().mean()
     return policy_weight*kl + value_weight*gap,dict(kl_old=kl.detach(), value_gap=gap.detach())
 
