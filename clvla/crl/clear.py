@@ -77,7 +77,7 @@ def cloning_loss(
     value_weight:float=.005  # w_v
 )->tuple:      # loss, metrics
     "Distance from the policy and the values that were (eq. 1, the last two terms)."
-    past = torch.zeros(old["logps"].shape[:-1], dtype=torch.bool)   # no step is padding
+    past = torch.zeros_like(old["v"], dtype=torch.bool)   # no step is padding
     kl = softened(out["logps"], old["logps"], past).mean()
     gap = (old["v"]-out["v"]).square().mean()
     return policy_weight*kl + value_weight*gap,dict(kl_old=kl.detach(), value_gap=gap.detach())
