@@ -74,17 +74,6 @@ class LeRobot(Policy):
         self.start(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
                         cameras=cameras, options=options))
 
-    def start(self,
-        config:dict # arguments of the family
-    ):
-        "What every family's `__init__` does: complete the arguments, check them, build."
-        config["head"],config["options"] = config["head"] or self.heads[0],dict(config["options"] or {})
-        config["cameras"] = camera_keys(**config)
-        self.check(**config)
-        super().__init__(config)
-        self.net = self.build(self.size | config["options"] | self.own)
-        self.head = self.draws()
-
     def build(self, options:dict)->nn.Module:
         "LeRobot's policy with random weights."
         c = self.config
@@ -99,6 +88,20 @@ class LeRobot(Policy):
         "What LeRobot's policy is given."
         check_obs(obs, self.pixels, self.config["state_dim"])
         return {k: self.pictures(obs[k]) for k in self.pixels} | {STATE: obs[STATE]}
+
+# %% ../../../nbs/policies/lerobot/00_adapter.ipynb #50a1f001
+@patch
+def start(self:LeRobot,
+    config:dict # arguments of the family
+):
+    "What every family's `__init__` does: complete the arguments, check them, build."
+    config["head"] = config["head"] or self.heads[0]
+    config["options"] = dict(config["options"] or {})
+    config["cameras"] = camera_keys(**config)
+    self.check(**config)
+    super(LeRobot, self).__init__(config)
+    self.net = self.build(self.size | config["options"] | self.own)
+    self.head = self.draws()
 
 # %% ../../../nbs/policies/lerobot/00_adapter.ipynb #e350a251
 def check_options(

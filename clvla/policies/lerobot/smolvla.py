@@ -236,6 +236,7 @@ def row(self:SmolVLA, obs:dict)->tuple:
 
 @patch
 def encode(self:SmolVLA, obs, tokens=False):
+    "The language model's rows: pictures, words and state."
     rows,mask,_ = self.row(obs)
     n = (self.net.config.resize_imgs_with_padding[0]//self.shape.side)**2 # tokens of a picture
     sizes = {f"image.{k.removeprefix(IMAGES)}": n for k in self.pixels}
@@ -245,6 +246,7 @@ def encode(self:SmolVLA, obs, tokens=False):
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00021
 @patch
 def forward(self:SmolVLA, batch, *, noise=None, time=None, reduction="mean"):
+    "Loss (eq. 1), velocity and state's row, from LeRobot's own lines."
     if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
     check_action(batch, self.H, self.A)
     model,theirs = self.net.model,self.inputs(batch)
@@ -260,6 +262,7 @@ def forward(self:SmolVLA, batch, *, noise=None, time=None, reduction="mean"):
 @patch
 @torch.no_grad()
 def predict_chunk(self:SmolVLA, obs, *, n=1, noise=None, generator=None):
+    "Chunks (B,H,A), or (B,n,H,A) from one run of the language model."
     from lerobot.policies.common.flow_matching import euler_integrate
     from lerobot.policies.common.vla_utils import pad_vector
     noise = chunks_noise(self, len(obs[STATE]), n, noise, generator).to(obs[STATE].device)
@@ -275,6 +278,7 @@ def predict_chunk(self:SmolVLA, obs, *, n=1, noise=None, generator=None):
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00030
 @patch
 def lora_targets(self:SmolVLA):
+    "Linear layers of the language model that something reads, and of the vision tower unless it is frozen."
     both = self.net.model.vlm_with_expert
     last = f"{self.vlm}model.text_model.layers.{both.num_vlm_layers-1}."
     without = [self.vlm + "lm_head", *(last+k for k in ("self_attn.q_proj", "self_attn.o_proj", "mlp."))]
@@ -285,6 +289,7 @@ def lora_targets(self:SmolVLA):
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00034
 @patch
 def beside(self:SmolVLA, folder):
+    "Write configuration and processor of the language model, and note where."
     both,path = self.net.model.vlm_with_expert,(folder/"vlm").resolve()
     config = deepcopy(both.config)
     for part in (config, config.text_config, config.vision_config): part.dtype = torch.float32
