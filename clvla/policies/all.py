@@ -30,7 +30,9 @@ policies = Registry("policy", **{
     "neurovla": "clvla.policies.vlm.neurovla:NeuroVLA",
     "neurovla-tiny": "clvla.policies.vlm.neurovla:TinyNeuroVLA",
     "lerobot-act": "clvla.policies.lerobot.adapter:ACT",
-    "lerobot-act-tiny": "clvla.policies.lerobot.adapter:TinyACT"})
+    "lerobot-act-tiny": "clvla.policies.lerobot.adapter:TinyACT",
+    "lerobot-smolvla": "clvla.policies.lerobot.smolvla:SmolVLA",
+    "lerobot-smolvla-tiny": "clvla.policies.lerobot.smolvla:TinySmolVLA"})
 
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
 practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy"})

@@ -58,6 +58,7 @@ class Policy(nn.Module):
     heads = ()         # names of the heads that the family can wear
     image_sizes = None # heights (= widths) of images that it takes, pixels; None: any
     longest_prompt = None # largest `prompt_length` that it reads; None: no limit
+    head_names = ("head.",) # prefixes of the weights that get no adapters and learn beside them
     lora = None        # with adapters: dict(rank, alpha, pretrained), see page policies/lora
     frozen,base = (),None # names of the weights that lie in a base file, and that file, see page policies/weights
     left,source = (),None # names of the weights that are left in a folder of published ones, and dict(path, sha256)
@@ -195,7 +196,7 @@ def pretrained(self:Policy)->list:
 def lora_targets(self:Policy)->list:
     "Names of the layers that get an adapter: linear, outside the head, and the only owners of their weight."
     users = Counter(id(p) for m in self.modules() for p in m.parameters(recurse=False))
-    return [n for n,m in self.named_modules() if type(m) is nn.Linear and not f"{n}.".startswith("head.")
+    return [n for n,m in self.named_modules() if type(m) is nn.Linear and not f"{n}.".startswith(self.head_names)
             and users[id(m.weight)] == 1]
 
 @patch(cls_method=True)

@@ -43,7 +43,7 @@ def add_lora(
     under = {id(policy.get_submodule(n).base_layer.weight) for n in names}
     loaded = ("",) if pretrained else tuple(policy.pretrained())
     for n,p in policy.named_parameters():
-        learns = n.startswith("head.") or id(p) not in under and not n.startswith(loaded)
+        learns = n.startswith(policy.head_names) or id(p) not in under and not n.startswith(loaded)
         p.requires_grad_(".lora_" in n or id(p) in trained and learns)
     policy.lora = dict(rank=int(rank), alpha=float(alpha), pretrained=bool(pretrained))
     return note_frozen(policy, pretrained)

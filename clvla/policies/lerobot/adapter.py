@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...core.names import ACTION, IMAGE, IMAGES, PAD, STATE, at_place, closest, require
 from ..base import Context, Policy, check_action, check_obs, chunks_noise
 from ..heads import masked_mean, refuse_noise
-from ..vlm.trunk import tile
+from ..vlm.trunk import camera_keys, tile
 from ..weights import fill, read_weights
 
 # %% ../../../nbs/policies/lerobot/00_adapter.ipynb #9f3f98ba
@@ -71,14 +71,8 @@ class LeRobot(Policy):
         cameras:tuple|None=None,  # image keys; None: the main camera, or those of `image_size`
         options:dict|None=None    # further fields of LeRobot's configuration
     ):
-        head = head or self.heads[0]
-        cameras = list(cameras or (image_size if isinstance(image_size, dict) else [IMAGE]))
-        config = dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                      cameras=cameras, options=dict(options or {}))
-        self.check(**config)
-        super().__init__(config)
-        self.net = self.build(self.size | config["options"] | self.own)
-        self.head = self.draws()
+        self.start(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
+                        cameras=cameras, options=options))
 
     def build(self, options:dict)->nn.Module:
         "LeRobot's policy with random weights."
@@ -87,12 +81,27 @@ class LeRobot(Policy):
         return at_place(self.policy_at)(asked)
 
     def draws(self): return OneAnswer()
+    def beside(self, folder:Path): pass # writes what LeRobot's `from_pretrained` needs beside the weights
     def pictures(self, x:Tensor)->Tensor: return x.float()/255  # bytes to what LeRobot's policy is trained on
 
     def inputs(self, obs:dict)->dict:
         "What LeRobot's policy is given."
         check_obs(obs, self.pixels, self.config["state_dim"])
         return {k: self.pictures(obs[k]) for k in self.pixels} | {STATE: obs[STATE]}
+
+# %% ../../../nbs/policies/lerobot/00_adapter.ipynb #50a1f001
+@patch
+def start(self:LeRobot,
+    config:dict # arguments of the family
+):
+    "What every family's `__init__` does: complete the arguments, check them, build."
+    config["head"] = config["head"] or self.heads[0]
+    config["options"] = dict(config["options"] or {})
+    config["cameras"] = camera_keys(**config)
+    self.check(**config)
+    super(LeRobot, self).__init__(config)
+    self.net = self.build(self.size | config["options"] | self.own)
+    self.head = self.draws()
 
 # %% ../../../nbs/policies/lerobot/00_adapter.ipynb #e350a251
 def check_options(
@@ -178,8 +187,10 @@ def save_lerobot(
         raise ValueError(f"{type(policy).__name__} is no policy of LeRobot's; save_policy stores it")
     if policy.lora:
         raise ValueError("this policy has adapters; store it merged: save_lerobot(merge_lora(policy), FOLDER)")
+    folder = Path(folder)
+    policy.beside(folder)
     policy.net.save_pretrained(folder)
-    return Path(folder)
+    return folder
 
 def load_lerobot(
     policy:LeRobot, # of the same sizes
