@@ -68,6 +68,7 @@ class Agent:
     def act(self, obs:dict, draws:Tensor)->dict:
         logp = log_probs(torch.zeros(len(draws), self.spaces.largest), obs["n_actions"])
         return dict(action=choose(logp, draws))
+    def predict(self, obs:dict, draws:Tensor)->dict: return self.act(obs, draws)
     def learn(self, rollout:dict)->dict: return {}
     def on_cycle_start(self, cycle:int): pass
     def on_cycle_end(self, cycle:int): pass

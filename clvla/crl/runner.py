@@ -162,7 +162,7 @@ def group(self:Examiner, agent, task_id:str, trials, draws)->list:
     records = [dict(task=task_id, trial=trial_number("report", k), reward=0., steps=0, success=False) for k in trials]
     playing,t = list(range(len(envs))),0
     while playing:
-        actions = agent.act(batch_of([seen[e] for e in playing], mark), numbers[t, playing])["action"]
+        actions = agent.predict(batch_of([seen[e] for e in playing], mark), numbers[t, playing])["action"]
         for e,action in zip(playing, actions.tolist()):
             reward,success,_,_ = envs[e].step([action])
             records[e]["reward"] += reward
