@@ -133,8 +133,8 @@ def practice_of(self:ProgressCompress, stage)->int:
     first = round(self.progress*n)
     if 0 < first < n: return first
     raise ValueError(f"task {stage.task_id!r} has {stage.steps} steps, which is {n} rollouts of {self.n_envs} x "
-                     f"{self.horizon}; with progress {self.progress:g} of them {first} are for progress and {n-first} to "
-                     "compress, and both need one at least; give more steps, shorter rollouts or another share")
+                     f"{self.horizon}; with progress {self.progress:g} of them {first} are for progress and {n-first} "
+                     "to compress, and both need one at least; give more steps, shorter rollouts or another share")
 
 # %% ../../nbs/crl/07_progress_compress.ipynb #c7700018
 @patch
@@ -152,7 +152,9 @@ def on_task_start(self:ProgressCompress, stage):
     self.opt = torch.optim.RMSprop(self.net.parameters(), lr=self.lr, alpha=.99, eps=1e-5)
 
 @patch
-def on_task_end(self:ProgressCompress, stage): self.ewc.on_task_end(stage)
+def on_task_end(self:ProgressCompress, stage):
+    "The springs of the task's knowledge."
+    self.ewc.on_task_end(stage)
 
 @patch
 def predict(self:ProgressCompress, obs:dict, draws:Tensor)->dict:
