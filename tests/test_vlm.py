@@ -559,21 +559,12 @@ def test_it_goes_to_the_square_that_the_sentence_names(name, lr, steps):
     parts = param_groups(p, lr, .01, p.lr_of(lr)) if p.lr_of(lr) else p.parameters()
     rng, noise, opt = np.random.default_rng(0), torch_rng(0, "squares"), torch.optim.AdamW(parts, lr, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, [part["lr"] for part in opt.param_groups], total_steps=steps)
-    made, named, other = squares(200, np.random.default_rng(1))
-
-    def far():
-        "How far it goes from the named square, and from the other one."
-        at = chunk(p.eval(), made)[:, 0].numpy()
-        p.train()
-        return [float(np.abs(at-to).mean()) for to in (named, other)]
-
-    for k in range(1, steps+1):
+    for _ in range(steps):
         loss_of(p, squares(32, rng)[0], noise)[0].backward()
         opt.step(), opt.zero_grad(), schedule.step()
-        if k % 50 == 0:
-            near, away = far()
-            if near < .3 and away > 2*near: return
-    pytest.fail(f"after {steps} updates {near:.2f} from the named square and {away:.2f} from the other one")
+    made, named, other = squares(200, np.random.default_rng(1))
+    far = lambda to: float(np.abs(chunk(p.eval(), made)[:, 0].numpy()-to).mean())
+    assert far(named) < .3 and far(other) > 2*far(named), (far(named), far(other))
 
 
 # --- runs
