@@ -12,14 +12,13 @@ from clvla.cl.base import CLContext, call_hook, scope_ids
 from clvla.cl.buffer import TaskBuffer
 from clvla.cl.cumulative import Cumulative
 from clvla.cl.der import DER
-from clvla.cl.derpp import DERpp
+from clvla.cl.derpp import DERpp, softened
 from clvla.cl.engine import Engine, Loop, cl_step
 from clvla.cl.er import ER
 from clvla.cl.ewc import EWC
 from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
 from clvla.cl.joint import Joint
-from clvla.cl.derpp import softened
 from clvla.cl.lwf import LwF
 from clvla.cl.quick import QuickData, QuickLoader, QuickStream
 from clvla.cl.sequential import Sequential

@@ -12,11 +12,10 @@ from clvla.cl.engine import Engine, Loop, cl_step
 from clvla.cl.ewc import fisher
 from clvla.cl.from_scratch import FromScratch
 from clvla.cl.gdumb import GDumb
-from clvla.cl.l2 import L2
+from clvla.cl.l2 import L2, weights_now
 from clvla.cl.mas import MAS, sensitivity
 from clvla.cl.quick import quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.rwalk import RWalk, unit_max
-from clvla.cl.l2 import weights_now
 from clvla.cl.si import SI, per_distance
 from clvla.core.batch import take
 from clvla.core.names import INDEX, TASK_ID

@@ -57,7 +57,7 @@ class Totals(Rank):
     "One of several processes that have equally many rows."
     def reduce(self, x): return x*self.world
 
-def test_a_share_of_the_samples_is_replayed_on_top_of_the_batch():
+def test_old_samples_for_each_new_one_are_replayed_on_top_of_the_batch():
     algo = Latent(replay_ratio=3.)
     assert (algo.n_drawn(8), algo.n_task_samples(8), algo.n_replayed(8), algo.n_appended(8)) == (0, 8, 0, 0)
     loop = quick_loop(STREAM)
