@@ -1,6 +1,7 @@
 "SmolVLA in LeRobot's adapter: the contract, LeRobot's own loss, actions and words, files, published weights, refusals, and a run that is killed."
 import importlib.util
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ pytest.importorskip("lerobot")
 pytest.importorskip("transformers")
 from test_policies import LONG, SHORT, WRIST, make_batch
 from test_resume import Crash, config, crash_at
+from clvla.cl.task_lora import TaskLoRA
 from clvla.core.batch import take, torch_rng
 from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
 from clvla.policies.all import build_policy, check_policy, load_policy, make_policy, policies
@@ -146,6 +148,13 @@ def test_adapters_reach_the_language_model_and_the_expert_learns(smol, tmp_path)
     assert all(".lora_" in k or k.startswith(p.head_names) for k in learns)
     assert all(q.grad.any() for k, q in p.named_parameters() if ".lora_B." in k or k.startswith("net.model.action_"))
     with pytest.raises(ValueError, match="merge_lora"): save_lerobot(p, tmp_path)
+
+
+def test_adapters_of_tasks_leave_the_expert_trained(smol):
+    p = deepcopy(smol)
+    TaskLoRA(4, trunk="pretrained").prepare(p, 0, SimpleNamespace(ids=["a", "b"]))
+    learns = {k for k, q in p.named_parameters() if q.requires_grad}
+    assert any(".A." in k for k in learns) and {k for k in learns if ".A." not in k and ".B." not in k} == {k for k, _ in smol.named_parameters() if k.startswith(p.head_names)}
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def layers_of(
 )->list:           # names of modules: `Grown` ones, and linear ones that have not grown yet
     "The layers that grow."
     owners = Counter(id(p) for m in policy.modules() for p in m.parameters(recurse=False))
-    in_head = [n for n,m in policy.named_modules() if n.startswith("head.") and type(m) is nn.Linear
+    in_head = [n for n,m in policy.named_modules() if n.startswith(policy.head_names) and type(m) is nn.Linear
                and owners[id(m.weight)] == 1]
     grown = [n for n,m in policy.named_modules() if isinstance(m, Grown)]
     inside = tuple(f"{n}." for n in grown)
@@ -73,7 +73,7 @@ def grow(
     names = layers_of(policy, head)
     if not names: raise ValueError(f"{type(policy).__name__} has no linear layer that can grow; lora_targets() is []")
     for name,p in policy.named_parameters():
-        if head or not name.startswith("head."): p.requires_grad_(False)
+        if head or not name.startswith(policy.head_names): p.requires_grad_(False)
     for name in names:
         layer = policy.get_submodule(name)
         if not isinstance(layer, Grown): policy.set_submodule(name, Grown(layer))

@@ -107,8 +107,8 @@ def prepare(self:Latent, policy, t:int, stream):
         "trunk 'pretrained' freezes the adapters of lora_rank before they have learnt anything; set lora_rank to 0, or "
         "trunk to 'first'")
     if t < self.first or not isinstance(getattr(policy, "head", None), nn.Module): return
-    for name,p in policy.named_parameters():
-        if not name.startswith("head."): p.requires_grad_(False)
+    head = {id(p) for p in policy.head.parameters()}
+    for p in policy.parameters(): p.requires_grad_(p.requires_grad and id(p) in head)
 
 @patch
 def on_task_start(self:Latent, ctx):

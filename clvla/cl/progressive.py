@@ -81,7 +81,7 @@ class Progressive(CLAlgorithm):
 
 def head_of(policy)->dict:
     "Copies of the trained parameters of the head by name."
-    return {n: x for n,x in trained_set(policy).items() if n.startswith("head.")}
+    return {n: x for n,x in trained_set(policy).items() if n.startswith(policy.head_names)}
 
 # %% ../../nbs/cl/33_progressive.ipynb #4c061e28
 def add_columns(
@@ -97,7 +97,7 @@ def add_columns(
         policy.set_submodule(name, Columns(policy.get_submodule(name), rank, alpha))
         names.append(name)
     if not names: raise ValueError(f"{type(policy).__name__} has no layer that takes an adapter; lora_targets() is []")
-    for n,p in policy.named_parameters(): p.requires_grad_(p.requires_grad and n.startswith("head."))
+    for n,p in policy.named_parameters(): p.requires_grad_(p.requires_grad and n.startswith(policy.head_names))
     generator = torch_rng(seed, "lora")
     for name in names: policy.get_submodule(name).grow(t, generator)
 

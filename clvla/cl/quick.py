@@ -114,6 +114,7 @@ class QuickHead:
 # %% ../../nbs/cl/04_quick.ipynb #018198e5
 class QuickPolicy(nn.Module):
     "A small network that speaks the policy contract."
+    head_names = ()   # no weight is kept from adapters
     def __init__(self,
         S:int,        # numbers of a state
         H:int=2, A:int=2,

@@ -40,7 +40,7 @@ def add_adapters(
     names = policy.lora_targets()
     if not names: raise ValueError(f"{type(policy).__name__} has no layer that takes an adapter; lora_targets() is []")
     generator = torch_rng(seed, "lora")
-    for n,p in policy.named_parameters(): p.requires_grad_(p.requires_grad and n.startswith("head."))
+    for n,p in policy.named_parameters(): p.requires_grad_(p.requires_grad and n.startswith(policy.head_names))
     for n in names: policy.set_submodule(n, Adapted(policy.get_submodule(n), rank, alpha, generator))
 
 # %% ../../nbs/cl/15_task_lora.ipynb #5925c1d6
