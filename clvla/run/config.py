@@ -216,6 +216,7 @@ def check_values(
     for k in table(cls, "POSITIVE"):
         if not getattr(cfg, k) > 0: raise ValueError(f"{k} must be above 0, found {getattr(cfg, k)}")
     for k in table(cls, "NOT_NEGATIVE"):
+        if getattr(cfg, k) is None: continue   # it is filled in later
         if not 0 <= getattr(cfg, k) < math.inf:
             raise ValueError(f"{k} must not be negative, nor infinite, found {getattr(cfg, k)}; set it to 0 or more")
     for k,known in table(cls, "CHOICES").items():

@@ -131,5 +131,6 @@ class NeuroVLA(Qwen):
 class TinyNeuroVLA(NeuroVLA):
     "The same lines at the size of a laptop."
     shape,image_sizes = QWEN_TINY,QWEN_TINY.image_sizes
+    defaults = {}
     sizes = dict(W=64, n_heads=4, G=16, E=32, n=256, n_layers=1, threshold=.5, slope=5.)
     def lr_of(self, lr): return {"head": lr/8}

@@ -121,4 +121,5 @@ class QwenGR00T(Qwen):
 class TinyQwenGR00T(QwenGR00T):
     "The same lines at the size of a laptop."
     shape,image_sizes = QWEN_TINY,QWEN_TINY.image_sizes
+    defaults = {}
     dit = dict(W=96, n_blocks=2, n_heads=4, n_future=4, n_freq=8, out=96)
