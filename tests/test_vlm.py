@@ -379,6 +379,17 @@ def test_the_published_size_has_the_published_number_of_parameters(name):
     with torch.device("meta"): assert policies[name].largest_rank() == max(min(p.get_submodule(n).weight.shape) for n in p.lora_targets())
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_published_size_brings_settings_and_each_gives_way(name):
+    keys = "image_size", "batch_size", "steps_per_task", "lr", "lora_rank", "head"
+    made = lambda **kw: {k: getattr(resolve(TrainConfig(suite="libero_goal", **kw)), k) for k in keys}
+    own = made(model=name)
+    assert own["image_size"] in policies[name].image_sizes and (own["batch_size"], own["lora_rank"], own["head"]) == (16, 32, FAMILIES[name])
+    given = dict(image_size=own["image_size"]//2, batch_size=8, steps_per_task=3, lr=.5, lora_rank=0)
+    assert made(model=name, **given) == given | dict(head=FAMILIES[name])
+    assert made(model=f"{name}-tiny") == made() | dict(head=FAMILIES[name])
+
+
 # --- refused at the door
 class Run(SimpleNamespace):
     def __init__(self, **kw):
