@@ -165,8 +165,10 @@ class LlamaOFT(OFT, Llama):
         weights:str="",          # folder or hub name of the published weights; "": the family's own
         dtype:str="float32",     # of the trunk: float32 or bfloat16
         attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
-    ): super().__init__(image_size, state_dim, action_dim, H, head, cameras, weights, dtype, attention, freeze)
+        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
+        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
+    ): super().__init__(image_size, state_dim, action_dim, H, head, cameras, weights, dtype, attention, freeze,
+                         checkpointing)
 
 class TinyLlamaOFT(LlamaOFT):
     "The same lines at the size of a laptop."

@@ -226,6 +226,7 @@ def trunk_of(self:VLM, folder:Folder|None)->nn.Module:
     else: vlm = folder.empty(how) if on_meta() else folder.load(dtype, how)
     if folder is None and how != "sdpa": vlm.set_attn_implementation(how)
     for name in c.get("freeze", ()): vlm.get_submodule(name).requires_grad_(False)
+    if c.get("checkpointing"): vlm.activation_checkpointing_enable(dict(use_reentrant=False))
     return vlm
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00019
