@@ -54,6 +54,23 @@ def test_a_run_that_has_grown_is_evaluated_on(run):
     old = read_json(out.path/"plan.json"); write_json(out.path/"plan.json", old | dict(policy=[{"weights.safetensors": "0"}]+old["policy"][1:]))
     with pytest.raises(ValueError, match=f"{re.escape(out.path.name)} belongs to another evaluation, which differs in policy.*remove that folder"): eval_cl(cfg, len)
 
+def test_a_run_that_keeps_its_last_checkpoint_alone_reaches_the_same(trained, tmp_path):
+    cfg = replace(RunFolder(trained).cfg, keep_tasks=False, keep=1, run_dir=str(tmp_path/"last"))
+    last = train_cl(cfg, say=len).path
+    assert [p.name for p in sorted((last/"checkpoints").glob("0*"))] == [SECOND]
+    weights = lambda path: (path/"checkpoints"/SECOND/"weights.safetensors").read_bytes()
+    assert weights(last) == weights(trained)
+    with pytest.raises(ValueError, match="set last_only to True"): eval_cl(config(last))
+    assert len(eval_cl(config(last, last_only=True), say=len).episodes()) == 4
+
+
+def test_gpus_that_this_machine_lacks_are_refused_at_the_door(trained, tmp_path, monkeypatch):
+    for k in ("CUDA_VISIBLE_DEVICES", "CLVLA_GPUS"): monkeypatch.setenv(k, "0,1")   # as `use_gpus` leaves them
+    monkeypatch.setattr("clvla.run.config.count_gpus", lambda: 1)
+    with pytest.raises(ValueError, match="gpus is '0,1', and this machine has 1"): train_cl(replace(RunFolder(trained).cfg, gpus="0,1", run_dir=str(tmp_path/"x")), say=len)
+    assert not (tmp_path/"x"/"checkpoints").exists()
+
+
 def test_rows_that_were_begun_stay_rows_when_a_part_appears(run):
     whole,said = config(run, n_trials=1),[]
     before = bare(eval_cl(whole, len).episodes()); eval_cl(replace(whole, part="0/2"), len)

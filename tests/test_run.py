@@ -191,7 +191,7 @@ def test_so_does_the_library_s_own_door(tmp_path, given, says):
 
 
 @pytest.mark.parametrize("kw,says", [
-    (dict(algo_kw=dict(replay_ratio=1.)), r"\[0,1\)"), (dict(algo_kw=dict(replay_ratio=-.1)), r"\[0,1\)"), (dict(batch_size=0), "above 0"),
+    (dict(algo_kw=dict(replay_ratio=1.)), r"\[0,1\)"), (dict(algo_kw=dict(replay_ratio=-.1)), r"\[0,1\)"), (dict(batch_size=-1), "not be negative"),
     (dict(algo_kw=dict(buffer_size=-1)), "buffer_size"), (dict(seed=-1), "seed must not be negative"), (dict(weight_decay=-1.), "weight_decay must not"),
     (dict(weight_decay=float("inf")), "infinite"), (dict(precision="fp16", device="cpu"), "float32 without a word"), (dict(suite=""), "suite is ''"),
     (dict(num_processes=64, batch_size=64), "cores; use at most"), (dict(model_kw=dict(D=7)), "D is 7"), (dict(model_kw=dict(n_blocks=-1)), "n_blocks"),

@@ -379,6 +379,31 @@ def test_the_published_size_has_the_published_number_of_parameters(name):
     with torch.device("meta"): assert policies[name].largest_rank() == max(min(p.get_submodule(n).weight.shape) for n in p.lora_targets())
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_recomputed_layers_give_the_same_gradients_and_keep_less(name):
+    b, found = data(B=2), {}
+    for on in (False, True):
+        p, kept = make_policy(name, 32, checkpointing=on).train(), {}
+        noise, time = p.draw(2, torch_rng(0, "recompute"))
+        note = lambda x, kept=kept: kept.update({x.data_ptr(): x.nbytes}) or x
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x): loss, _ = p(b, noise=noise, time=time)
+        loss.backward()
+        found[on] = sum(kept.values()), [loss.detach(), *(q.grad for q in p.parameters() if q.grad is not None)]
+    assert all(map(torch.equal, *(found[on][1] for on in (False, True)))) and len(found[True][1]) == len(found[False][1])
+    assert found[True][0] < .8*found[False][0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_published_size_brings_settings_and_each_gives_way(name):
+    keys = "image_size", "batch_size", "steps_per_task", "lr", "lora_rank", "head"
+    made = lambda **kw: {k: getattr(resolve(TrainConfig(suite="libero_goal", **kw)), k) for k in keys}
+    own = made(model=name)
+    assert own["image_size"] in policies[name].image_sizes and (own["batch_size"], own["lora_rank"], own["head"]) == (16, 32, FAMILIES[name])
+    given = dict(image_size=own["image_size"]//2, batch_size=8, steps_per_task=3, lr=.5, lora_rank=0)
+    assert made(model=name, **given) == given | dict(head=FAMILIES[name])
+    assert made(model=f"{name}-tiny") == made() | dict(head=FAMILIES[name])
+
+
 # --- refused at the door
 class Run(SimpleNamespace):
     def __init__(self, **kw):

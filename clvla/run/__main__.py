@@ -9,7 +9,7 @@ __all__ = ['main']
 import os, sys
 from dataclasses import replace
 from .all import evaluations
-from .config import world_of
+from .config import use_gpus, world_of
 from .plugins import changes, plugins_of
 from .child import as_child, end_with_parent
 from .ranks import launch_ranks
@@ -23,6 +23,7 @@ def main(
     end_with_parent()  # the first act, before anything that takes seconds to import
     if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.run RUN_DIR [EVALUATION]")
     run = RunFolder(args[0])
+    use_gpus(run.cfg)
     cfg = replace(run.cfg, plugins=plugins_of(run.cfg, copies=True))
     if len(args) == 2:
         for line in changes(run.path): print(line)   # a run says it itself

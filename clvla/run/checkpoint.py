@@ -198,15 +198,16 @@ def _save_error(root:Path, name:str, renamed:bool, e:Exception)->OSError:
 
 # %% ../../nbs/run/01_checkpoint.ipynb #2751f369
 def prune(
-    root,    # folder of all checkpoints
-    keep:int # how many of the newest stay, whatever they are
-)->list:     # names of those that were removed
-    "Remove checkpoints inside tasks, except among the newest; what LATEST names and the tasks' ends always stay."
+    root,     # folder of all checkpoints
+    keep:int, # how many of the newest stay, whatever they are
+    ends:bool=True # do those at the tasks' ends stay as well?
+)->list:      # names of those that were removed
+    "Remove checkpoints that are not among the newest; what LATEST names always stays."
     if keep < 1: raise ValueError(f"keep must be at least 1, found {keep}")
     root = Path(root)
     whole = [p for p in checkpoints(root) if not check_checkpoint(p, deep=False)]
     kept = {p.name for p in whole[-keep:]} | {latest_name(root)}
-    surplus = [p for p in whole if is_inside(p) and p.name not in kept]
+    surplus = [p for p in whole if (is_inside(p) or not ends) and p.name not in kept]
     for p in surplus:
         tmp = root/f".{p.name}.removing"
         _remove(tmp)

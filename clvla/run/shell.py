@@ -18,6 +18,7 @@ from .agree import agree, all_write, text_of_rank_0
 from .all import learners
 from .checkpoint import clean, latest_checkpoint, prune
 from .child import explain
+from .config import use_gpus
 from .folder import Cost, RunFolder
 from .plugins import take_plugins
 from .resume import load_into, mend_records, say_versions, write_checkpoint
@@ -29,6 +30,7 @@ def run_learner(
     say=print # called with each line for the user; rank 0 only
 )->RunFolder: # the folder with the run's records and checkpoints
     "Do a run, or what is left of it. `Stopped` when a signal ends it."
+    use_gpus(cfg)
     shell = Shell(cfg, say)
     if shell.run.done:
         if shell.rank == 0: take_plugins(cfg, shell.say)   # of a finished run they are only compared
@@ -141,7 +143,7 @@ def save(self:Shell):
     with self.learner.gather_weights(), all_write(self.acc):
         if self.rank == 0:
             self.checkpoint = write_checkpoint(self.run, self.learner, self.cfg, states, self.world)
-            prune(self.run.path/"checkpoints", self.cfg.keep)
+            prune(self.run.path/"checkpoints", self.cfg.keep, self.cfg.keep_tasks)
             self.cost.add("checkpoints", time.monotonic()-start)
     self.saved_position = self.position
 

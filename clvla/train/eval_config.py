@@ -104,6 +104,8 @@ def check_eval(
     run = read_config(cfg.run_dir)
     points = checkpoints(Path(cfg.run_dir)/"checkpoints", ends=True)[-1 if cfg.last_only else 0:]
     if not points: raise ValueError(f"{cfg.run_dir} has no checkpoint yet; let its run finish a task first")
+    if not cfg.last_only and not run.keep_tasks:
+        raise ValueError(f"{cfg.run_dir} kept its newest checkpoints alone (keep_tasks False); set last_only to True")
     own = stream_from(read_json(points[-1]/"stream.json"), points[-1]/"stream.json")
     stream = make_stream(cfg.suite) if cfg.suite else own
     ids = make_stream(dict(base=stream, tasks=cfg.chosen)).ids if cfg.chosen else stream.ids

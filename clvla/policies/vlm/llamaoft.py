@@ -15,8 +15,8 @@ from ...core.names import PROMPT, STATE, require
 from ..base import Context, check_obs
 from .oft import OFT
 from .pretrained import Stock
-from .trunk import (CLIP_MEAN, CLIP_STD, VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile,
-                                      word_merges)
+from .trunk import (CLIP_MEAN, CLIP_STD, FULL, VLM, VLMShape, Turn, WORDS, normalise,
+    picture_sides, tile, word_merges)
 
 # %% ../../../nbs/policies/vlm/05_llamaoft.ipynb #f5a00008
 LLAMA_11B = VLMShape(pretrained=True, marks=dict(image_token_index=128256), image_sizes=(448,),
@@ -123,6 +123,7 @@ class Seen(Turn):
 class Llama(VLM):
     "A policy on a Llama-3.2-Vision trunk, without its head."
     shape,image_sizes,one_size,colours = LLAMA_11B,LLAMA_11B.image_sizes,True,(CLIP_MEAN, CLIP_STD)
+    defaults = FULL | dict(image_size=448)
     stock = Stock(hub="meta-llama/Llama-3.2-11B-Vision", kind="mllama", config="MllamaConfig", model="MllamaModel",
                   mark=MARKS[3], eye="vision_model")
     make_tokenizer = staticmethod(tiny_llama_tokenizer)
@@ -164,9 +165,12 @@ class LlamaOFT(OFT, Llama):
         weights:str="",          # folder or hub name of the published weights; "": the family's own
         dtype:str="float32",     # of the trunk: float32 or bfloat16
         attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
-    ): super().__init__(image_size, state_dim, action_dim, H, head, cameras, weights, dtype, attention, freeze)
+        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
+        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
+    ): super().__init__(image_size, state_dim, action_dim, H, head, cameras, weights, dtype, attention, freeze,
+                         checkpointing)
 
 class TinyLlamaOFT(LlamaOFT):
     "The same lines at the size of a laptop."
     shape,image_sizes = LLAMA_TINY,LLAMA_TINY.image_sizes
+    defaults = {}

@@ -118,10 +118,12 @@ class NeuroVLA(Qwen):
         weights:str="",          # folder or hub name of the published weights; "": the family's own
         dtype:str="float32",     # of the trunk: float32 or bfloat16
         attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
+        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
+        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
     ):
         super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                              cameras=cameras, weights=weights, dtype=dtype, attention=attention, freeze=freeze))
+                              cameras=cameras, weights=weights, dtype=dtype, attention=attention, freeze=freeze,
+                              checkpointing=checkpointing))
         self.head = NeuroHead(self.shape.text["hidden_size"], H, action_dim, state_dim, **self.sizes)
 
     def encode(self, obs, tokens=False): return StateContext(**vars(super().encode(obs, tokens)), state=obs[STATE])
@@ -131,5 +133,6 @@ class NeuroVLA(Qwen):
 class TinyNeuroVLA(NeuroVLA):
     "The same lines at the size of a laptop."
     shape,image_sizes = QWEN_TINY,QWEN_TINY.image_sizes
+    defaults = {}
     sizes = dict(W=64, n_heads=4, G=16, E=32, n=256, n_layers=1, threshold=.5, slope=5.)
     def lr_of(self, lr): return {"head": lr/8}

@@ -46,10 +46,12 @@ class OFT:
         weights:str="",          # folder or hub name of the published weights; "": the family's own
         dtype:str="float32",     # of the trunk: float32 or bfloat16
         attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
+        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
+        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
     ):
         super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                              cameras=cameras, weights=weights, dtype=dtype, attention=attention, freeze=freeze))
+                              cameras=cameras, weights=weights, dtype=dtype, attention=attention, freeze=freeze,
+                              checkpointing=checkpointing))
         self.head = OFTHead(self.shape.text["hidden_size"], H, action_dim)
 
     @classmethod

@@ -15,7 +15,7 @@ from ...core.names import PROMPT, STATE, require
 from ..base import Context, check_obs
 from .oft import OFT
 from .pretrained import Stock
-from .trunk import VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile, word_merges
+from .trunk import FULL, VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile, word_merges
 
 # %% ../../../nbs/policies/vlm/04_paligemmaoft.ipynb #f4a00008
 PALIGEMMA_3B = VLMShape(pretrained=True, marks=dict(image_token_index=257152), image_sizes=(224,),
@@ -92,6 +92,7 @@ HALF = .5,.5,.5 # mean and deviation of SigLIP's pictures, each colour
 class PaliGemma(VLM):
     "A policy on a PaliGemma trunk, without its head."
     shape,image_sizes,one_size,colours = PALIGEMMA_3B,PALIGEMMA_3B.image_sizes,True,(HALF, HALF)
+    defaults = FULL | dict(image_size=224)
     stock = Stock(hub="google/paligemma-3b-pt-224", kind="paligemma", config="PaliGemmaConfig",
                   model="PaliGemmaModel", mark=MARKS[5], eye="vision_tower")
     make_tokenizer = staticmethod(tiny_gemma_tokenizer)
@@ -117,3 +118,4 @@ class PaliGemmaOFT(OFT, PaliGemma):
 class TinyPaliGemmaOFT(PaliGemmaOFT):
     "The same lines at the size of a laptop."
     shape,image_sizes = PALIGEMMA_TINY,PALIGEMMA_TINY.image_sizes
+    defaults = {}

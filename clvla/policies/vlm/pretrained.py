@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTIONS', 'FLASH', 'AGAIN', 'TOKENIZER', 'PICTURES', 'DOCUMENTS', 'DTYPES', 'Stock', 'models_home', 'hub_cache',
-           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'stock_class', 'quiet',
+           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'stock_class', 'quiet', 'abi',
            'flash_trouble', 'choose_attention', 'check_settings', 'check_modules']
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000003
@@ -191,6 +191,10 @@ def check_keys(self:Folder):
     with torch.device("meta"): self.fill(tensors, device_map={"": "meta"})
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f800001d
+def abi()->str:
+    "What a compiled extension of this torch has to fit."
+    return f"torch {torch.__version__} (CUDA {torch.version.cuda}, C++11 ABI {torch.compiled_with_cxx11_abi()})"
+
 def flash_trouble(
     dtype:str # of the weights
 )->str:       # "" where there is none
@@ -199,7 +203,7 @@ def flash_trouble(
     try: importlib.import_module("flash_attn")
     except Exception as e: # whatever a broken build raises
         said = (str(e).splitlines() or [""])[0]
-        return f"flash_attn is installed and does not import ({type(e).__name__}: {said})"
+        return f"flash_attn is installed and does not import beside {abi()} ({type(e).__name__}: {said})"
     if dtype != "bfloat16": return f"it needs dtype 'bfloat16', found {dtype!r}"
     return "" if torch.cuda.is_available() else "there is no CUDA device"
 

@@ -15,8 +15,8 @@ from fastcore.basics import patch
 from ...core.names import PROMPT, STATE, require
 from ..base import Context, check_obs
 from .pretrained import ATTENTIONS, FLASH, Stock
-from .trunk import (CLIP_MEAN, CLIP_STD, VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile,
-                                      word_merges)
+from .trunk import (CLIP_MEAN, CLIP_STD, FULL, VLM, VLMShape, Turn, WORDS, normalise,
+    picture_sides, tile, word_merges)
 
 # %% ../../../nbs/policies/vlm/01_qwen.ipynb #f1a00008
 def mark_ids(image:int, video:int, start:int, end:int)->dict:
@@ -156,6 +156,7 @@ def patches(
 class Qwen(VLM):
     "A policy on a Qwen2.5-VL trunk, without its head."
     shape,image_sizes,colours = QWEN_3B,QWEN_3B.image_sizes,(CLIP_MEAN, CLIP_STD)
+    defaults = FULL | dict(image_size=224)
     stock = Stock(hub="Qwen/Qwen2.5-VL-3B-Instruct", kind="qwen2_5_vl", config="Qwen2_5_VLConfig",
                   model="Qwen2_5_VLModel", mark=MARKS[5], eye="visual", attentions=(*ATTENTIONS, FLASH))
     make_tokenizer = staticmethod(tiny_tokenizer)

@@ -104,11 +104,12 @@ class QwenGR00T(Qwen):
         weights:str="",          # folder or hub name of the published weights; "": the family's own
         dtype:str="float32",     # of the trunk: float32 or bfloat16
         attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=()          # modules of the trunk that are not trained and get no adapter
+        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
+        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
     ):
         super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
                               cameras=cameras, repeats=repeats, euler_steps=euler_steps, weights=weights, dtype=dtype,
-                              attention=attention, freeze=freeze))
+                              attention=attention, freeze=freeze, checkpointing=checkpointing))
         D = self.shape.text["hidden_size"]
         self.head = DiTHead(D, H, action_dim, n_draws=repeats, n_euler=euler_steps, **self.dit)
 
@@ -121,4 +122,5 @@ class QwenGR00T(Qwen):
 class TinyQwenGR00T(QwenGR00T):
     "The same lines at the size of a laptop."
     shape,image_sizes = QWEN_TINY,QWEN_TINY.image_sizes
+    defaults = {}
     dit = dict(W=96, n_blocks=2, n_heads=4, n_future=4, n_freq=8, out=96)

@@ -16,3 +16,4 @@ class QwenOFT(OFT, Qwen):
 class TinyQwenOFT(QwenOFT):
     "The same lines at the size of a laptop."
     shape,image_sizes = QWEN_TINY,QWEN_TINY.image_sizes
+    defaults = {}
