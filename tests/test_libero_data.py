@@ -373,32 +373,56 @@ def test_demonstrations_of_the_simulator_are_read_as_published_ones(tmp_path):
 
 # the reference protocol
 
-PROTOCOL = ROOT/"nbs/protocols/libero_goal.yaml"
-SMALL = dict(suite="libero_goal", smoke=True, model="tiny", image_size=48, lora_rank=0, precision="no")   # as its header says
+PROTOCOLS = {"libero_goal": 300, "libero_goal_er": 300, "libero_10": 520}   # file -> steps of an episode
+SMALL = dict(smoke=True, model="qwengr00t-tiny", image_size=48, lora_rank=2, precision="no")   # as their headers say
 
 
-def parameters():
+def protocol(name): return ROOT/f"nbs/protocols/{name}.yaml"
+def suite_of(name): return name.removesuffix("_er")
+
+
+def parameters(name="libero_goal"):
     from papermill.iorw import NoDatesSafeLoader, read_yaml_file
     import yaml
     assert issubclass(NoDatesSafeLoader, yaml.SafeLoader)   # papermill builds nothing but plain values from a file of parameters
-    return read_yaml_file(str(PROTOCOL))
+    return read_yaml_file(str(protocol(name)))
 
 
-def test_protocol_is_made_of_parameters_of_run_cl():
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_protocol_is_made_of_parameters_of_run_cl(name):
     from clvla.run.config import from_page
-    names = parameters(); cfg = from_page(TrainConfig, dict(names), set())
+    names = parameters(name); cfg = from_page(TrainConfig, dict(names), set())
     given = {**vars(cfg), **cfg.algo_kw}   # a parameter that is no field goes to the algorithm that has it
     assert {k: given[k] for k in names if k != "algo_kw"}|{"algo_kw": {k: given[k] for k in names["algo_kw"]}} == names
-    s = make_stream(cfg.suite); assert [o.name for o in s.tasks] == list(SUITES["libero_goal"]) and s.name == "libero_goal"
-    assert all(o.env == dict(kind="libero", suite="libero_goal", name=o.name, max_steps=300, cameras=["front", "wrist"], protocol="published") for o in s.tasks)
-    assert (cfg.n_trials, given["buffer_size"], given["replay_ratio"], cfg.algo, cfg.algo_kw["refresh"], cfg.steps_per_task) == (50, 500, .3, "mir", 50, 10_000)
+    suite = suite_of(name); s = make_stream(cfg.suite); assert [o.name for o in s.tasks] == list(SUITES[suite]) and s.name == suite
+    assert all(o.env == dict(kind="libero", suite=suite, name=o.name, max_steps=PROTOCOLS[name], cameras=["front", "wrist"], protocol="published") for o in s.tasks)
+    assert (cfg.n_trials, given["buffer_size"], given["replay_ratio"], given["sampling"], cfg.steps_per_task) == (50, 1000, .5, "balanced", 10_000)
+    assert (cfg.algo, cfg.algo_kw.get("refresh")) == (("er", None) if name.endswith("_er") else ("mir", 50))
 
 
-def test_protocol_passes_every_check_at_a_small_scale(tmp_path):
+def test_protocols_differ_in_what_their_names_say():
+    goal, er, ten = map(parameters, PROTOCOLS)
+    assert {k for k in goal if goal[k] != er[k]} == {"algo", "algo_kw"} and {k for k in goal if goal[k] != ten[k]} == {"suite"}
+    assert goal.keys() == er.keys() == ten.keys()
+
+
+def test_rates_of_a_protocol_are_those_of_parts_that_the_model_has():
+    from clvla.policies.all import make_policy
+    from clvla.policies.base import param_groups
+    p, d = make_policy("qwengr00t-tiny", 48), parameters()
+    rates = {g["name"].split("/")[0]: g["lr"] for g in param_groups(p, d["lr"], lr_of=d["lr_of"])}
+    assert rates == dict(vlm=1e-5, head=1e-4, all=2.5e-5)
+    with pytest.raises(ValueError, match="'vlmm'; did you mean 'vlm"): param_groups(p, 1e-3, lr_of=dict(vlmm=1e-5))
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_protocol_passes_every_check_at_a_small_scale(name, tmp_path):
     from clvla.run.config import from_page
-    cfg = resolve(from_page(TrainConfig, {**parameters(), **SMALL, "data_dir": str(tmp_path)}, set()))
-    assert check(cfg).ids == [libero_id(o) for o in SUITES["libero_goal"][:2]] and (cfg.n_trials, cfg.n_demos) == (2, 3)
-    both = check(resolve(from_page(TrainConfig, {**parameters(), **SMALL, "suite": parameters()["suite"]}, set())))
+    suite, given = suite_of(name), parameters(name)
+    cfg = resolve(from_page(TrainConfig, {**given, **SMALL, "suite": suite, "data_dir": str(tmp_path)}, set()))
+    assert check(cfg).ids == [libero_id(o) for o in SUITES[suite][:2]] and (cfg.n_trials, cfg.n_demos) == (2, 3)
+    both = check(resolve(from_page(TrainConfig, {**given, **SMALL}, set())))
     assert [o.env["protocol"] for o in both.tasks] == ["published"]*2
-    words = " ".join(PROTOCOL.read_text().replace("\\\n#", "").split())
-    assert "-p suite libero_goal -p smoke True -p model tiny -p image_size 48 -p lora_rank 0 -p precision no" in words
+    words = " ".join(protocol(name).read_text().replace("\\\n#", "").split())
+    assert f"-p suite {suite} -p smoke True -p model qwengr00t-tiny -p image_size 48 -p lora_rank 2 -p precision no" in words
+    assert f"-f nbs/protocols/{name}.yaml" in words

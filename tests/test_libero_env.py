@@ -230,7 +230,7 @@ def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
     file = Path(__file__).resolve().parents[1]/"nbs/protocols/libero_goal.yaml"
     d = read_yaml_file(str(file)); d["suite"] = d["suite"] | dict(tasks=["goal-turn-on-stove", "goal-put-cream-cheese-in-bowl"])
     d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100); d["suite"]["eval_env"] = dict(max_steps=16); d["algo_kw"] = d["algo_kw"] | dict(refresh=4)   # of 12 updates a task
-    small = dict(smoke=True, n_demos=1, n_trials=1, model="tiny", image_size=48, lora_rank=0, precision="no", evaluate="lower",
+    small = dict(smoke=True, n_demos=1, n_trials=1, model="qwengr00t-tiny", image_size=48, lora_rank=2, precision="no", evaluate="lower",
                  n_workers=1, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))
     run = train_cl(from_page(TrainConfig, d | small, set()), say=lambda line: None)
     assert run.done and len(run.episodes()) == 3

@@ -239,7 +239,8 @@ def param_groups(
     "Optimizer groups: (decays or not) x (learning rate), each trained parameter once."
     lr_of,names = dict(lr_of or {}),[n for n,_ in model.named_parameters()]
     if wrong := [k for k in lr_of if not any(n.startswith(k) for n in names)]:
-        raise ValueError(f"no parameter begins with {wrong[0]!r}{closest(wrong[0], names)}")
+        modules = {".".join(n.split(".")[:k]) for n in names for k in range(1, n.count(".")+2)}
+        raise ValueError(f"no parameter begins with {wrong[0]!r}{closest(wrong[0], sorted(modules))}")
     groups,seen = {},set()
     for m_name,m in model.named_modules():
         for name,p in m.named_parameters(recurse=False):
