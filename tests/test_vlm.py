@@ -165,7 +165,7 @@ def test_weights_are_a_function_of_the_seed():
 
 
 # trunk -> sizes of two cameras, and tokens of their pictures
-CAMERAS = {"qwen": ({IMAGE: 48, WRIST: 32}, [9, 4]), "paligemma": ({IMAGE: 32, WRIST: 32}, [16, 16]), "llama": ({IMAGE: 32, WRIST: 32}, [1, 1])}
+CAMERAS = {"qwen": ({IMAGE: 48, WRIST: 32}, [9, 4]), "paligemma": ({IMAGE: 32, WRIST: 32}, [4, 4]), "llama": ({IMAGE: 32, WRIST: 32}, [1, 1])}
 
 
 def test_two_cameras(policy):
@@ -217,7 +217,7 @@ def paligemma_inputs(b):
     "What the stock processor makes of a batch, padded on the left."
     from transformers import PaliGemmaProcessor, SiglipImageProcessor
     h = b[IMAGE].shape[-1]
-    stock = PaliGemmaProcessor(SiglipImageProcessor(size=dict(height=h, width=h), image_seq_length=(h//8)**2), deepcopy(tiny_gemma_tokenizer()))
+    stock = PaliGemmaProcessor(SiglipImageProcessor(size=dict(height=h, width=h), image_seq_length=(h//16)**2), deepcopy(tiny_gemma_tokenizer()))
     said = stock(images=[[x] for x in b[IMAGE]], text=["<image>"+text for text in b[PROMPT]], padding=True, return_tensors="pt")
     return {k: v for k, v in said.items() if k != "labels"}
 

@@ -27,7 +27,7 @@ PALIGEMMA_TINY = VLMShape(pretrained=False, marks=dict(image_token_index=5), ima
     text=dict(vocab_size=1024, hidden_size=96, intermediate_size=288, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=1, head_dim=24, max_position_embeddings=1024, initializer_range=.1,
               rope_parameters=dict(rope_type="default", rope_theta=100.)),
-    vision=dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, patch_size=8))
+    vision=dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, patch_size=16))
 
 def make_paligemma(
     shape:VLMShape,
