@@ -1,4 +1,4 @@
-"LeRobot's diffusion families in the adapter: the contract, LeRobot's own loss, chunks, words and files, CLIP from a folder, and a run that is killed."
+"LeRobot's diffusion families and X-VLA in the adapter: the contract, LeRobot's own loss, chunks, words and files, CLIP from a folder, and a run that is killed."
 from copy import deepcopy
 
 import pytest
@@ -21,8 +21,8 @@ from clvla.run.resume import fingerprint
 from clvla.train.learner import train_cl
 
 torch.set_num_threads(1)
-NAMES = "lerobot-diffusion-tiny", "lerobot-multi-task-dit-tiny"
-BOTH = (*NAMES, "lerobot-smolvla-tiny")
+NAMES = "lerobot-diffusion-tiny", "lerobot-multi-task-dit-tiny", "lerobot-xvla-tiny"
+ALL = (*NAMES, "lerobot-smolvla-tiny")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def draw(p, B=5, seed=0): return dict(zip(("noise", "time"), p.draw(B, torch_rng
 def lengths(b): return b | {PROMPT: [SHORT, LONG, SHORT, LONG, "go"]}
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_several_draws_are_one_loss(made, name):
     "MIR compares losses under several draws of the noise, joined."
     p, b = made(name), make_batch(3)
@@ -98,7 +98,7 @@ def test_it_reads_state_and_both_pictures_and_words_where_it_says_so(name):
     changes = {STATE: b[STATE]+1, IMAGE: 255-b[IMAGE], WRIST: 255-b[WRIST]}
     moved = lambda k, v: (say(p, b | {k: v})-say(p, b)).abs().max()
     for k, v in changes.items(): assert moved(k, v) > 1e-4, k
-    assert (moved(PROMPT, ["pull it"]*2) > 1e-4) == ("dit" in name)
+    assert (moved(PROMPT, ["pull it"]*2) > 1e-4) == ("diffusion" not in name)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEAN', 'STD', 'lerobot_config', 'watching', 'OneAnswer', 'LeRobot', 'check_options', 'ACT', 'TinyACT', 'save_lerobot',
-           'load_lerobot']
+           'tied', 'load_lerobot']
 
 # %% ../../../nbs/policies/lerobot/00_adapter.ipynb #dd3f6b01
 import json
@@ -194,6 +194,14 @@ def save_lerobot(
     policy.net.save_pretrained(folder)
     return folder
 
+def tied(
+    weights:dict, # name -> tensor of the policy
+    new:dict      # name -> tensor of a file
+)->dict:          # name -> tensor, as in `new` and more
+    "LeRobot stores a tensor that has two names under one of them; here it has both again."
+    known = {v.data_ptr(): new[k] for k,v in weights.items() if k in new and v.numel()}
+    return new | {k: known[v.data_ptr()] for k,v in weights.items() if k not in new and v.data_ptr() in known}
+
 def load_lerobot(
     policy:LeRobot, # of the same sizes
     folder          # written by LeRobot, or by `save_lerobot`
@@ -205,5 +213,6 @@ def load_lerobot(
                          "(pretrained_model of a checkpoint)")
     if (found := json.loads(file.read_text()).get("type")) != kind:
         raise ValueError(f"{folder} holds a policy of type {found!r}, this one is {kind!r}; build the one that fits")
-    fill(policy.net.state_dict(), read_weights(Path(folder)/"model.safetensors"), folder)
+    weights = policy.net.state_dict()
+    fill(weights, tied(weights, read_weights(Path(folder)/"model.safetensors")), folder)
     return policy
