@@ -49,7 +49,8 @@ def held(
 class Denoising(LeRobot):
     "A policy of LeRobot's that takes noise away from a chunk."
     heads,steps = ("diffusion",),"horizon"
-    own = dict(n_obs_steps=1, noise_scheduler_type="DDIM", pretrained_backbone_weights=None, do_mask_loss_for_padding=False)
+    own = dict(n_obs_steps=1, noise_scheduler_type="DDIM", pretrained_backbone_weights=None,
+               do_mask_loss_for_padding=False)
     size = dict(num_inference_steps=10)
     pictures = ACT.pictures
 
@@ -70,7 +71,8 @@ class Denoising(LeRobot):
         if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
         check_action(batch, self.H, self.A)
         draws = self.head.check(noise, time, len(batch[PAD]), batch[STATE].device)
-        seen,scheduler,action = self.see(self.inputs(batch)),self.denoiser.noise_scheduler,held(batch[ACTION], batch[PAD])
+        seen,scheduler = self.see(self.inputs(batch)),self.denoiser.noise_scheduler
+        action = held(batch[ACTION], batch[PAD])
         pred = torch.stack([self.denoise(scheduler.add_noise(action, x, t), t, seen).float() for x,t in draws], 1)
         learns_noise = scheduler.config.prediction_type == "epsilon"
         goal = torch.stack([x if learns_noise else action for x,_ in draws], 1)
@@ -95,7 +97,7 @@ def check(cls:Denoising, **config)->dict:
     config = super(Denoising, cls).check(**config)
     sizes = config["image_size"]
     if isinstance(sizes, dict) and len(set(sizes.values())) > 1:
-        raise ValueError(f"policy {cls.__name__}: LeRobot's class takes cameras of one size, found {sizes}; give them the same")
+        raise ValueError(f"policy {cls.__name__}: takes cameras of one size, found {sizes}")
     return config
 
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #1d100010
@@ -121,8 +123,8 @@ class Diffusion(Denoising):
         config = super().check(**config)
         factor = 2**len(set_to(cls, config, "down_dims") or (0, 0, 0))
         if config["H"]%factor:
-            raise ValueError(f"policy {cls.__name__}: H (chunk of a run) is {config['H']}, expected a multiple of {factor}: the "
-                             "U-Net halves the chunk once for each entry of down_dims")
+            raise ValueError(f"policy {cls.__name__}: H (chunk of a run) is {config['H']}, expected a multiple of "
+                             f"{factor}: the U-Net halves the chunk once for each entry of down_dims")
         return config
 
 class TinyDiffusion(Diffusion):
@@ -154,14 +156,15 @@ def write_clip(
 )->Path:    # the folder
     "Write a small CLIP as the stock classes store it: random weights, tokenizer, and the sizes of pictures."
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
-    tower = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=.1)
+    tower = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                 initializer_range=.1)
     text = tower | dict(vocab_size=1024, max_position_embeddings=77, bos_token_id=0, eos_token_id=1, pad_token_id=1)
     config = CLIPConfig(text_config=text, vision_config=tower | dict(image_size=h, patch_size=8), projection_dim=64)
     for part in (CLIPModel(config), tiny_clip_tokenizer(), CLIPImageProcessor()): part.save_pretrained(folder)
     return Path(folder)
 
 class Phrase(Turn):
-    "An instruction between CLIP's marks; shorter ones are filled with the end mark, which CLIP reads where it comes first."
+    "An instruction between CLIP's marks; shorter ones are filled with the end mark, which CLIP reads first."
     def __init__(self, tokenizer):
         super().__init__(tokenizer, {}, 0)
         self.front,self.back,self.pad = [tokenizer.bos_token_id],[tokenizer.eos_token_id],tokenizer.eos_token_id
@@ -214,7 +217,8 @@ class MultiTaskDiT(Denoising):
 
     def see(self, batch):
         pictures = torch.stack([batch[k] for k in self.pixels], 1)
-        return self.net.observation_encoder.encode(batch | {STATE: batch[STATE][:,None], "observation.images": pictures})
+        steps = {STATE: batch[STATE][:,None], "observation.images": pictures}
+        return self.net.observation_encoder.encode(batch | steps)
 
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #1d10001b
 @patch
@@ -237,6 +241,7 @@ def open(self:MultiTaskDiT,
     at = dict.fromkeys(["vision_encoder_name", "text_encoder_name"], str(path))
     with quiet(): return super(MultiTaskDiT, self).build(options | at | dict(image_resize_shape=(h, h))).float()
 
+# %% ../../../nbs/policies/lerobot/02_denoising.ipynb #1d10002d
 @patch
 def beside(self:MultiTaskDiT, folder):
     "Write CLIP, from which LeRobot builds the policy before it reads the policy's weights, and note where."
@@ -255,7 +260,8 @@ def check(cls:MultiTaskDiT, **config)->dict:
     require("transformers", "vlm")
     config = super(MultiTaskDiT, cls).check(**config)
     if cls.published: open_folder(cls.stock, config["weights"] or cls.stock.hub)
-    elif config["weights"]: raise ValueError(f"policy {cls.__name__} is a tiny size, whose weights are random; leave out weights")
+    elif config["weights"]:
+        raise ValueError(f"policy {cls.__name__} is a tiny size, whose weights are random; leave out weights")
     return config
 
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #1d10001c

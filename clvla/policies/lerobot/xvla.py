@@ -30,24 +30,26 @@ class EvenNoise(ExpertNoise):
         return noise,torch.rand(B, 1, generator=generator)*(1-1e-5)
 
 # %% ../../../nbs/policies/lerobot/03_xvla.ipynb #1c30000a
-EYES = dict(model_type="florence_vision", depths=[1, 1], embed_dim=[32, 64], num_heads=[2, 2], num_groups=[2, 2], patch_size=[7, 3],
-            patch_stride=[4, 2], patch_padding=[3, 1], patch_prenorm=[False, True], window_size=4, projection_dim=64,
-            max_position_embeddings=50, max_temporal_embeddings=10, drop_path_rate=0.)
-READER = dict(model_type="bart", vocab_size=1024, d_model=64, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
-              decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=1024, dropout=0.,
-              attention_dropout=0., activation_dropout=0., encoder_layerdrop=0., init_std=.1, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+EYES = dict(model_type="florence_vision", depths=[1, 1], embed_dim=[32, 64], num_heads=[2, 2], num_groups=[2, 2],
+            patch_size=[7, 3], patch_stride=[4, 2], patch_padding=[3, 1], patch_prenorm=[False, True], window_size=4,
+            projection_dim=64, max_position_embeddings=50, max_temporal_embeddings=10, drop_path_rate=0.)
+READER = dict(model_type="bart", vocab_size=1024, d_model=64, encoder_layers=2, decoder_layers=1,
+              encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128,
+              max_position_embeddings=1024, dropout=0.,
+              attention_dropout=0., activation_dropout=0., encoder_layerdrop=0., init_std=.1,
+              bos_token_id=0, eos_token_id=1, pad_token_id=1)
 
 class TinyXVLA(LeRobot):
     "LeRobot's X-VLA at the size of a laptop, with random weights."
     heads,image_sizes = ("flow",),range(32, 129)
     config_at = "lerobot.policies.xvla.configuration_xvla:XVLAConfig"
     policy_at = "lerobot.policies.xvla.modeling_xvla:XVLAPolicy"
-    own = dict(n_obs_steps=1, dtype="float32", action_mode="auto", max_action_dim="the data's", max_state_dim="the data's",
-               use_proprio=True, empty_cameras=0, num_image_views=None, domain_feature_key=None,
-               freeze_vision_encoder=False, freeze_language_encoder=False, train_policy_transformer=True,
+    own = dict(n_obs_steps=1, dtype="float32", action_mode="auto", max_action_dim="the data's",
+               max_state_dim="the data's", use_proprio=True, empty_cameras=0, num_image_views=None,
+               domain_feature_key=None, freeze_vision_encoder=False, freeze_language_encoder=False, train_policy_transformer=True,
                train_soft_prompts=True, tokenizer_name="the tiny tokenizer", pad_language_to="max_length")
-    size = dict(florence_config=dict(vision_config=EYES, text_config=READER), hidden_size=64, depth=2, num_heads=4, num_domains=1,
-                len_soft_prompts=8, max_len_seq=2048, tokenizer_max_length=32, num_denoising_steps=5)
+    size = dict(florence_config=dict(vision_config=EYES, text_config=READER), hidden_size=64, depth=2, num_heads=4,
+                num_domains=1, len_soft_prompts=8, max_len_seq=2048, tokenizer_max_length=32, num_denoising_steps=5)
     head_names = "net.model.transformer.",
     pictures = ACT.pictures
 
@@ -68,7 +70,7 @@ class TinyXVLA(LeRobot):
         config = super().check(**config)
         sizes = config["image_size"]
         if isinstance(sizes, dict) and len(set(sizes.values())) > 1:
-            raise ValueError(f"policy {cls.__name__}: LeRobot's class takes cameras of one size, found {sizes}; give them the same")
+            raise ValueError(f"policy {cls.__name__}: takes cameras of one size, found {sizes}")
         return config
 
 # %% ../../../nbs/policies/lerobot/03_xvla.ipynb #1c30000b
@@ -98,6 +100,7 @@ def encode(self:TinyXVLA, obs, tokens=False):
     mask = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
     return Context(pooled=rows.mean(1), tokens=rows, mask=mask, spans=spans)
 
+# %% ../../../nbs/policies/lerobot/03_xvla.ipynb #1c30001b
 @patch
 def forward(self:TinyXVLA, batch, *, noise=None, time=None, reduction="mean"):
     "Loss, predicted chunks, and the mean of Florence-2's rows."
@@ -106,7 +109,8 @@ def forward(self:TinyXVLA, batch, *, noise=None, time=None, reduction="mean"):
     draws = self.head.check(noise, time, len(batch[PAD]), batch[STATE].device)
     seen,action = self.read(batch),held(batch[ACTION], batch[PAD])
     mix = lambda x, t: x*t.view(-1, 1, 1) + action*(1-t).view(-1, 1, 1)
-    pred = torch.stack([self.net.model.transformer(action_with_noise=mix(x, t), t=t, **seen).float() for x,t in draws], 1)
+    answer = lambda x, t: self.net.model.transformer(action_with_noise=mix(x, t), t=t, **seen).float()
+    pred = torch.stack([answer(x, t) for x,t in draws], 1)
     loss = masked_mean((pred-action[:,None])**2, batch[PAD])
     return (loss.mean() if reduction == "mean" else loss),dict(pred=pred, pooled=seen["vlm_features"].float().mean(1))
 

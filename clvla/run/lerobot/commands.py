@@ -56,8 +56,8 @@ class ClvlaConfig(PreTrainedConfig):
         super().__post_init__()
         family = class_of(self.model)
         if self.head in heads and heads[self.head].discrete:
-            raise ValueError(f"head {self.head!r} chooses among classes, and LeRobot's actions are numbers; take one of "
-                             f"{[h for h in family.heads if not heads[h].discrete]}")
+            raise ValueError(f"head {self.head!r} chooses among classes, and LeRobot's actions are numbers; take one "
+                             f"of {[h for h in family.heads if not heads[h].discrete]}")
         if not 1 <= self.n_action_steps <= self.chunk_size:
             raise ValueError(f"n_action_steps is {self.n_action_steps}, expected 1..{self.chunk_size} (chunk_size)")
 
@@ -74,8 +74,8 @@ class ClvlaConfig(PreTrainedConfig):
         "ValueError for data without pictures, without a state, or without actions."
         if lacks := [k for k,v in dict(pictures=self.image_features, state=self.robot_state_feature,
                                        action=self.action_feature).items() if not v]:
-            raise ValueError(f"a policy of clvla reads pictures and a state and gives an action; the data lacks {lacks}, it "
-                             f"has {sorted(self.input_features | self.output_features)}")
+            raise ValueError(f"a policy of clvla reads pictures and a state and gives an action; the data lacks "
+                             f"{lacks}, it has {sorted(self.input_features | self.output_features)}")
 
 # %% ../../../nbs/run/18_lerobot.ipynb #1e30000b
 def cameras_of(
@@ -86,8 +86,8 @@ def cameras_of(
     for k,feature in config.image_features.items():
         h,w = feature.shape[1:]
         if h != w and not config.image_size:
-            raise ValueError(f"{k} is {h}x{w} pixels, and clvla's policies read squares; set --policy.image_size, as in "
-                             "--policy.image_size=96")
+            raise ValueError(f"{k} is {h}x{w} pixels, and clvla's policies read squares; set --policy.image_size, as "
+                             "in --policy.image_size=96")
         found[k] = (k if k.startswith(IMAGES) else IMAGE, config.image_size or h)
     if len({ours for ours,_ in found.values()}) < len(found):
         raise ValueError(f"pictures {list(found)} are both the main camera; rename one with --rename_map")
@@ -146,7 +146,9 @@ class ClvlaPolicy(PreTrainedPolicy):
 
     def select_action(self, batch:dict, noise=None)->torch.Tensor:
         "The next action (B,A)."
-        if not self.waiting: self.waiting.extend(self.predict_action_chunk(batch, noise)[:,:self.waiting.maxlen].unbind(1))
+        if not self.waiting:
+            chunk = self.predict_action_chunk(batch, noise)
+            self.waiting.extend(chunk[:,:self.config.n_action_steps].unbind(1))
         return self.waiting.popleft()
 
 def make_clvla_pre_post_processors(config:ClvlaConfig, dataset_stats=None):
@@ -196,13 +198,15 @@ def lerobot_folder(
     for part in (out, *lerobot_processors(config, processor)): part.save_pretrained(folder)
     return folder
 
+# %% ../../../nbs/run/18_lerobot.ipynb #1e300023
 def config_of(
     policy,             # as it was loaded
     name:str,           # in the menu
     processor:Processor
 )->ClvlaConfig:
     "LeRobot's configuration of a policy of clvla."
-    pixels,known = policy.pixels or {IMAGE: policy.config["image_size"]},("image_size", "state_dim", "action_dim", "H", "head", "cameras")
+    pixels = policy.pixels or {IMAGE: policy.config["image_size"]}
+    known = "image_size","state_dim","action_dim","H","head","cameras"
     sees = {k: PolicyFeature(FeatureType.VISUAL, (3, h, h)) for k,h in pixels.items()}
     sees[STATE] = PolicyFeature(FeatureType.STATE, (len(processor.stats[STATE]["mean"]),))
     two = [i for i,b in enumerate(processor.stats[ACTION]["binary"]) if b and processor.action_norm != "identity"]
@@ -265,7 +269,8 @@ class ClvlaEnv(EnvConfig):
         self.features = {k: PolicyFeature(FeatureType.VISUAL, shape) for k,shape in pictures.items()}
         self.features["agent_pos"] = PolicyFeature(FeatureType.STATE, (env.env.state_dim,))
         self.features[ACTION] = PolicyFeature(FeatureType.ACTION, (env.env.action_dim,))
-        self.features_map = {k: IMAGES+k.removeprefix("pixels/") for k in pictures} | {"agent_pos": STATE, ACTION: ACTION}
+        self.features_map = {k: IMAGES+k.removeprefix("pixels/") for k in pictures}
+        self.features_map |= {"agent_pos": STATE, ACTION: ACTION}
         env.close()
 
     @property
