@@ -55,7 +55,8 @@ def done(data, tmp_path_factory): return practise(config(data, tmp_path_factory.
     (dict(tasks=["lfet"]), "did you mean 'left'"), (dict(init_from="nowhere"), "does not exist"), (dict(algo_kw=dict(refresh=1)), "no setting 'refresh'"),
     (dict(seed=90), "expected 0..89"), (dict(accumulation=2), "whole batches"), (dict(algo="token_ppo", algo_kw={}, episodes=3), "make one round"),
     (dict(algo="token_grpo", algo_kw=dict(group_size=2)), "multiple of group_size"), (dict(algo="token_td3", lora_rank=2), "lora_rank"),
-    (dict(n_trials=0), "n_trials must be above 0"), (dict(model="tinny"), "did you mean 'tiny'")])
+    (dict(n_trials=0), "n_trials must be above 0"), (dict(model="tinny"), "did you mean 'tiny'"),
+    (dict(model="lerobot-act-tiny", algo="token_td3", algo_kw={}), "Take a model of tiny")])
 def test_bad_settings_are_refused_before_anything_is_made(data, tmp_path, kw, says):
     with pytest.raises(ValueError, match=says): practise(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), **(SMALL | kw)), say=len)
     assert not (tmp_path/"run/practice").exists() and not (tmp_path/"run/episodes.jsonl").exists()

@@ -43,7 +43,7 @@ def test_losses_are_per_sample_repeatable_and_blind_to_padding(smol):
     b, drawn = make_batch(), draw(smol)
     each, out = smol(b, **drawn, reduction="none")
     assert torch.equal(each, smol(b, **drawn, reduction="none")[0]) and torch.allclose(each.mean(), smol(b, **drawn)[0])
-    assert out["pred"].shape == (5, 8, 4) and torch.allclose(out["pooled"], smol.encode(b).pooled, atol=1e-5)
+    assert out["pred"].shape == (5, 1, 8, 4) and torch.allclose(out["pooled"], smol.encode(b).pooled, atol=1e-5)
     other = b[ACTION].clone()
     other[b[PAD]] = 9.
     assert torch.equal(smol(b | {ACTION: other}, **drawn, reduction="none")[0], each)
@@ -101,7 +101,7 @@ def test_losses_and_actions_are_lerobots_own(smol):
     b, drawn = make_batch(), draw(smol)
     theirs = deepcopy(smol.net)
     given = lambda: smol.inputs(b) | {ACTION: b[ACTION], PAD: b[PAD]}
-    assert torch.allclose(theirs(given(), **drawn, reduction="none")[0], smol(b, **drawn, reduction="none")[0], atol=1e-6)
+    assert torch.allclose(theirs(given(), **{k: v[:, 0] for k, v in drawn.items()}, reduction="none")[0], smol(b, **drawn, reduction="none")[0], atol=1e-6)
     noise = torch.stack([smol.chunk_noise(torch_rng(i, "one")) for i in range(5)])
     filled = torch.nn.functional.pad(noise, (0, 12))
     assert torch.equal(theirs.predict_action_chunk(smol.inputs(b), noise=filled), smol.predict_chunk(b, noise=noise))

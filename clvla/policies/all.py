@@ -32,7 +32,12 @@ policies = Registry("policy", **{
     "lerobot-act": "clvla.policies.lerobot.adapter:ACT",
     "lerobot-act-tiny": "clvla.policies.lerobot.adapter:TinyACT",
     "lerobot-smolvla": "clvla.policies.lerobot.smolvla:SmolVLA",
-    "lerobot-smolvla-tiny": "clvla.policies.lerobot.smolvla:TinySmolVLA"})
+    "lerobot-smolvla-tiny": "clvla.policies.lerobot.smolvla:TinySmolVLA",
+    "lerobot-diffusion": "clvla.policies.lerobot.denoising:Diffusion",
+    "lerobot-diffusion-tiny": "clvla.policies.lerobot.denoising:TinyDiffusion",
+    "lerobot-multi-task-dit": "clvla.policies.lerobot.denoising:MultiTaskDiT",
+    "lerobot-multi-task-dit-tiny": "clvla.policies.lerobot.denoising:TinyMultiTaskDiT",
+    "lerobot-xvla-tiny": "clvla.policies.lerobot.xvla:TinyXVLA"})
 
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
 practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy"})

@@ -19,7 +19,7 @@ from .episodes import Episode
 from .method import Method
 from .query_token import codecs
 from .token import fit_token
-from .token_policy import TokenPolicy
+from .token_policy import TokenPolicy, check_base
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300006
 class TokenMethod(Method):
@@ -45,6 +45,7 @@ class TokenMethod(Method):
 
     def check(self, cfg):
         super().check(cfg)
+        check_base(cfg.model)
         if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")
 
     def prepare(self, ctx):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEAN', 'STD', 'lerobot_config', 'watching', 'OneAnswer', 'LeRobot', 'check_options', 'ACT', 'TinyACT', 'save_lerobot',
-           'load_lerobot']
+           'tied', 'load_lerobot']
 
 # %% ../../../nbs/policies/lerobot/00_adapter.ipynb #dd3f6b01
 import json
@@ -25,7 +25,8 @@ def lerobot_config(
     where:str,      # "module:name" of LeRobot's configuration class
     pixels:dict,    # image key -> height (= width)
     state_dim:int, action_dim:int, H:int,
-    options:dict    # further fields of the configuration
+    options:dict,   # further fields of the configuration
+    steps:str="chunk_size" # the field that holds H
 ):
     "LeRobot's configuration of a policy for data of these sizes; on the CPU, and nothing goes to a hub."
     require("lerobot", "lerobot")
@@ -33,8 +34,8 @@ def lerobot_config(
     cls,sees = at_place(where),{k: PolicyFeature(FeatureType.VISUAL, (3, h, h)) for k,h in pixels.items()}
     sees[STATE] = PolicyFeature(FeatureType.STATE, (state_dim,))
     acts = {ACTION: PolicyFeature(FeatureType.ACTION, (action_dim,))}
-    return cls(input_features=sees, output_features=acts, chunk_size=H, n_action_steps=H, device="cpu",
-               push_to_hub=False, **options)
+    return cls(input_features=sees, output_features=acts, n_action_steps=H, device="cpu", push_to_hub=False,
+               **{steps: H}, **options)
 
 # %% ../../../nbs/policies/lerobot/00_adapter.ipynb #2f9eb82c
 @contextmanager
@@ -59,6 +60,7 @@ class LeRobot(Policy):
     "A policy class of LeRobot; a family names the class and says how its loss is taken."
     image_sizes = range(32, 513)
     config_at = policy_at = ""  # "module:name" of LeRobot's configuration and policy
+    steps = "chunk_size"        # LeRobot's name of H
     own = {}                    # fields of the configuration that the adapter sets: they cannot be options
     size = {}                   # fields that options may change
 
@@ -77,7 +79,7 @@ class LeRobot(Policy):
     def build(self, options:dict)->nn.Module:
         "LeRobot's policy with random weights."
         c = self.config
-        asked = lerobot_config(self.config_at, self.pixels, c["state_dim"], self.A, self.H, options)
+        asked = lerobot_config(self.config_at, self.pixels, c["state_dim"], self.A, self.H, options, self.steps)
         return at_place(self.policy_at)(asked)
 
     def draws(self): return OneAnswer()
@@ -114,7 +116,7 @@ def check_options(
         raise ValueError(f"policy {cls.__name__}: options are {options!r}, expected a dict of fields of LeRobot's "
                          "configuration, as in {'dim_model': 128}")
     if not options: return
-    given = ["input_features", "output_features", "chunk_size", "n_action_steps", "device", "push_to_hub"]
+    given = ["input_features", "output_features", cls.steps, "n_action_steps", "device", "push_to_hub"]
     sizes = dict.fromkeys(given, "what follows from the run's settings and from the data")
     for k in options:
         if k in cls.own or k in sizes:
@@ -192,6 +194,14 @@ def save_lerobot(
     policy.net.save_pretrained(folder)
     return folder
 
+def tied(
+    weights:dict, # name -> tensor of the policy
+    new:dict      # name -> tensor of a file
+)->dict:          # name -> tensor, as in `new` and more
+    "LeRobot stores a tensor that has two names under one of them; here it has both again."
+    known = {v.data_ptr(): new[k] for k,v in weights.items() if k in new and v.numel()}
+    return new | {k: known[v.data_ptr()] for k,v in weights.items() if k not in new and v.data_ptr() in known}
+
 def load_lerobot(
     policy:LeRobot, # of the same sizes
     folder          # written by LeRobot, or by `save_lerobot`
@@ -203,5 +213,6 @@ def load_lerobot(
                          "(pretrained_model of a checkpoint)")
     if (found := json.loads(file.read_text()).get("type")) != kind:
         raise ValueError(f"{folder} holds a policy of type {found!r}, this one is {kind!r}; build the one that fits")
-    fill(policy.net.state_dict(), read_weights(Path(folder)/"model.safetensors"), folder)
+    weights = policy.net.state_dict()
+    fill(weights, tied(weights, read_weights(Path(folder)/"model.safetensors")), folder)
     return policy

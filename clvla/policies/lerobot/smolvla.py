@@ -90,8 +90,8 @@ class ExpertNoise:
     ): self.H,self.A,self.room = H,A,room
 
     def draw(self, B:int, generator=None):
-        "Noise (B,H,room) and time (B,)."
-        return torch.randn(B, self.H, self.room, generator=generator),beta_time((B,), generator)
+        "Noise (B,1,H,room) and time (B,1)."
+        return torch.randn(B, 1, self.H, self.room, generator=generator),beta_time((B, 1), generator)
 
     def chunk_noise(self, generator=None)->Tensor: return torch.randn(self.H, self.A, generator=generator)
 
@@ -99,14 +99,15 @@ class ExpertNoise:
         noise, time,
         B:int, # samples
         device # where the model is
-    )->tuple:  # noise and time on `device`
-        "Raise ValueError when noise or time is missing or has another shape than `draw` gives it."
+    )->list:   # (noise (B,H,room), time (B,)) of each draw, on `device`
+        "Raise ValueError when noise or time is missing or has another shape than one draw or several joined."
         if noise is None or time is None:
             raise ValueError("the expert needs noise and time together; take both from policy.draw(B, generator)")
-        found,expected = (tuple(noise.shape), tuple(time.shape)),((B, self.H, self.room), (B,))
+        n = time.shape[1] if time.ndim == 2 else 1
+        found,expected = (tuple(noise.shape), tuple(time.shape)),((B, n, self.H, self.room), (B, n))
         if found != expected:
             raise ValueError(f"noise and time have shapes {found}, expected {expected}; take both from policy.draw({B})")
-        return noise.to(device),time.to(device)
+        return list(zip(noise.to(device).unbind(1), time.to(device).unbind(1)))
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00014
 def mend_cache():
@@ -250,12 +251,15 @@ def forward(self:SmolVLA, batch, *, noise=None, time=None, reduction="mean"):
     if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
     check_action(batch, self.H, self.A)
     model,theirs = self.net.model,self.inputs(batch)
-    noise,time = self.head.check(noise, time, len(batch[PAD]), batch[STATE].device)
+    draws = self.head.check(noise, time, len(batch[PAD]), batch[STATE].device)
+    parts,action,errs,preds = self.parts(theirs),self.net.prepare_action(batch),[],[]
     norm = model.vlm_with_expert.get_vlm_model().text_model.norm
-    with watching(norm) as rows, watching(model.action_out_proj) as velocity:
-        err = model(*self.parts(theirs), self.net.prepare_action(batch), noise, time)
-    loss = masked_mean(err[...,:self.A], batch[PAD])
-    out = dict(pred=velocity["output"][...,:self.A], pooled=rows["output"][:,-1].float())
+    for x,t in draws:
+        with watching(norm) as rows, watching(model.action_out_proj) as velocity:
+            errs.append(model(*parts, action, x, t)[...,:self.A])
+        preds.append(velocity["output"][...,:self.A])
+    loss = masked_mean(torch.stack(errs, 1), batch[PAD])
+    out = dict(pred=torch.stack(preds, 1), pooled=rows["output"][:,-1].float())
     return (loss.mean() if reduction == "mean" else loss),out
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00027
