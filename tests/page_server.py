@@ -1,10 +1,12 @@
 """Runs notebooks one after another, each in a process of its own that is forked from this one.
 
-Nearly every page imports torch, plotly and nbdev, 3 seconds of one core. This process imports them once, does nothing
-with them (no tensor, no CUDA, and no thread, which a fork would lose: pandas starts one, so pages import it themselves),
-and forks for each page; what a page does, no other page can see.
+Nearly every page imports torch, plotly, nbdev and nbformat (which plotly asks for), 4 seconds of one core. This process
+imports them once, does nothing with them (no tensor, no CUDA, and no thread, which a fork would lose: pandas starts one, so
+pages import it themselves), and forks for each page; what a page does, no other page can see.
+What is imported here is frozen: otherwise each page's garbage collections go through all of it, 1 second a page.
 A request is a line of JSON (page, log, limit in seconds), the answer is one too (code: the exit code, None after the limit).
 """
+import gc
 import json
 import os
 import shutil
@@ -15,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+import nbformat  # noqa: F401
 import numpy  # noqa: F401
 import plotly.graph_objects  # noqa: F401
 import plotly.io  # noqa: F401
@@ -53,6 +56,8 @@ def wait(pid, limit):
 
 def serve():
     assert threading.active_count() == 1 and len(list(Path("/proc/self/task").glob("*"))) < 2, "a fork would lose a thread"
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         tmp = tempfile.mkdtemp(prefix="page-")
