@@ -1,17 +1,19 @@
 "Which frames a memory keeps: Avalanche's orders, rules against brute force, looks that leave no trace, several processes, and GSS's replacements."
+import warnings
 from pathlib import Path
 import numpy as np, pytest, torch
 from clvla.cl.all import make_algo
-from clvla.cl.base import Process, flat
+from clvla.cl.base import CLContext, Process, flat
 from clvla.cl.buffer import TaskBuffer
 from clvla.cl.er import ER
 from clvla.cl.gss import GSS, gss_greedy
-from clvla.cl.probe import sample_grads
+from clvla.cl.probe import one_by_one, sample_grads
 from clvla.cl.quick import QuickData, quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.selection import BLIND, TaskFrames, center, herding, k_center, select, selections, sketch
 from clvla.core.batch import take, torch_rng
-from clvla.core.names import INDEX
+from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE
 from clvla.core.seeds import np_rng
+from clvla.policies.tiny import Tiny
 from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check
 
@@ -86,6 +88,34 @@ def test_features_losses_and_directions_are_those_of_the_frames():
     assert x.shape == (61, 1021) and np.allclose(np.linalg.norm(x, axis=1), 1)
     g = (g/g.norm(dim=1, keepdim=True)).numpy()
     assert abs(x@x.T - g@g.T).max() < .2 and (x@x.T - g@g.T).std() < .035
+
+def tiny_frames(head, n=10):
+    "Frames with pictures for a fresh `Tiny`; some have another instruction, some end before their chunk."
+    g = torch_rng(0, "pictures")
+    action = torch.randint(0, 3, (n, 8, 1), generator=g).float() if head == "discrete" else torch.randn(n, 8, 4, generator=g)
+    batch = {IMAGE: torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=g), INDEX: torch.arange(n), STATE: torch.randn(n, 4, generator=g),
+             ACTION: action, PAD: torch.arange(8) >= torch.arange(n)[:, None]+2, PROMPT: [("open it", "push and close the drawer")[k%4 == 1] for k in range(n)]}
+    data = QuickData({"task0": batch})
+    torch.manual_seed(0)
+    policy = Tiny(32, action_dim=action.shape[2], head=head, D=16, n_actions=3 if head == "discrete" else None)
+    return TaskFrames("task0", data, CLContext(policy=policy, data=data))
+
+@pytest.mark.parametrize("head", ["flow", "l1"])
+def test_gradients_together_are_those_of_each_frame(head):
+    frames = tiny_frames(head)
+    P = sum(p.numel() for p in frames.ctx.params().values())
+    apart = frames.directions(at_once=1)
+    for n in (2, 3, 10, 64): assert np.linalg.norm(frames.directions(at_once=n*P)-apart, axis=1).max() < 1e-5
+    assert frames.ctx.policy not in one_by_one
+
+def test_a_policy_that_vmap_refuses_is_asked_one_by_one_with_a_warning():
+    frames = tiny_frames("discrete")   # this head looks at the values of its labels
+    with pytest.warns(UserWarning, match="gradients of Tiny are computed one by one.*vmap"): together = frames.directions()
+    with warnings.catch_warnings(action="error"): assert (frames.directions() == together).all()   # said once
+    assert (frames.directions(at_once=1) == together).all()
+    wrong = tiny_frames("discrete")
+    wrong.data.tasks["task0"][ACTION][3] = 7.
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="expected whole numbers"): wrong.directions()   # the error of the one sample
 
 def test_a_sketch_is_linear_and_its_mean_keeps_inner_products():
     g = torch.randn(2, 5000, generator=torch_rng(0, "g"))

@@ -106,13 +106,16 @@ def sketch(
     return torch.nn.functional.pad(g*signs, (0, -len(g)%K)).view(-1, K).sum(0)
 
 @patch
-def directions(self:TaskFrames)->np.ndarray:
-    "(N,K) sketches of the gradients of each frame's loss, of length 1; zeros for a gradient of zeros."
+def directions(self:TaskFrames,
+    at_once:int=2**24 # numbers of gradients that are held together; one gradient may be larger
+)->np.ndarray:        # (N,K)
+    "Sketches of the gradients of each frame's loss, of length 1; zeros for a gradient of zeros."
     ctx = self.ctx
     P = sum(p.numel() for p in ctx.params().values())
     signs = (torch.randint(2, (P,), generator=torch_rng(ctx.seed, "sketch"), dtype=torch.int8)*2-1).to(ctx.device)
     def see(batch, noise, time):
-        return torch.stack([sketch(flat(g), signs) for g in sample_grads(ctx, batch, noise, time)])
+        gs = sample_grads(ctx, batch, noise, time, n=max(1, at_once//P))
+        return torch.stack([sketch(flat(g), signs) for g in gs])
     x = self.each(see)
     return x/np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-30)
 
