@@ -65,6 +65,7 @@ class Agent:
 
     def check(self, exp:Experiment, spaces:Spaces): pass
     def build(self, exp:Experiment, spaces:Spaces, device="cpu"): self.spaces,self.device = spaces,device
+    def on_starts(self, obs:dict, evaluation:bool=False): pass
     def act(self, obs:dict, draws:Tensor)->dict:
         logp = log_probs(torch.zeros(len(draws), self.spaces.largest), obs["n_actions"])
         return dict(action=choose(logp, draws))

@@ -10,7 +10,8 @@ from ..core.names import Registry
 
 # %% ../../nbs/crl/90_all.ipynb #c7900005
 agents = Registry("agent", random="clvla.crl.agent:Agent", ppo="clvla.crl.ppo:PPO", impala="clvla.crl.impala:IMPALA",
-                  clear="clvla.crl.clear:CLEAR", progress_compress="clvla.crl.progress_compress:ProgressCompress")
+                  clear="clvla.crl.clear:CLEAR", progress_compress="clvla.crl.progress_compress:ProgressCompress",
+                  sane="clvla.crl.sane:SANE")
 
 def make_agent(
     name:str,   # a key of `agents`

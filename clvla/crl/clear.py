@@ -51,14 +51,16 @@ class Unrolls:
     def add(self, rollout:dict):
         "Show the unrolls of a rollout."
         if len(rollout["reward"]) < self.horizon: return
-        for unroll in unrolls_of(rollout):
-            key = torch.rand((), generator=self.rng).item()
-            if len(self) < self.most:
-                self.keys.append(key)
-                self.items.append(unroll)
-            elif key > (least := min(self.keys)):
-                place = self.keys.index(least)
-                self.keys[place],self.items[place] = key,unroll
+        for unroll in unrolls_of(rollout): self.offer(torch.rand((), generator=self.rng).item(), unroll)
+
+    def offer(self, key:float, unroll:dict):
+        "Keep an unroll, unless there are enough with larger keys."
+        if len(self) < self.most:
+            self.keys.append(key)
+            self.items.append(unroll)
+        elif key > (least := min(self.keys)):
+            place = self.keys.index(least)
+            self.keys[place],self.items[place] = key,unroll
 
     def draw(self, n:int)->dict:   # rollout of `n` unrolls, each at most once
         chosen = torch.randperm(len(self), generator=self.rng)[:n].tolist()

@@ -42,6 +42,7 @@ class Lanes:
         self.episode,self.actions,self.reward,self.seen = [0]*n,[[] for _ in range(n)],[0.]*n,[None]*n
         self.finished = []   # reward, steps and success of each episode that ended
         for e in range(n): self.begin(e, 0)
+        self.starts = self.obs()
 
     def begin(self, e:int, k:int):
         "Begin episode `k` of lane `e`."
@@ -69,6 +70,7 @@ def play(self:Lanes,
 )->dict:        # a rollout
     "Let the agent act `horizon` steps in every lane."
     rows,cut,cut_at = [],[],[]
+    agent.on_starts(self.starts)
     for t in range(horizon):
         obs = self.obs()
         answer = agent.act(obs, torch.rand(self.n, generator=draws))
@@ -158,6 +160,7 @@ def group(self:Examiner, agent, task_id:str, trials, draws)->list:
     "Some trials of one task, side by side."
     envs,mark = self.environments(task_id, len(trials)),np.asarray(self.tasks[task_id][1], np.float32)
     seen = [env.reset(trial_number("report", k)) for env,k in zip(envs, trials)]
+    agent.on_starts(batch_of(seen, mark), evaluation=True)
     numbers = torch.rand(envs[0].max_steps, len(envs), generator=draws)
     records = [dict(task=task_id, trial=trial_number("report", k), reward=0., steps=0, success=False) for k in trials]
     playing,t = list(range(len(envs))),0
