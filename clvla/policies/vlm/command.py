@@ -17,8 +17,8 @@ from .pretrained import DOCUMENTS, Folder, find_folder, models_home, open_folder
 # %% ../../../nbs/policies/vlm/09_command.ipynb #f9000007
 def families()->dict: # model of the menu -> its class
     "The models of the menu that read published weights."
-    of = {name: policies[name] for name in policies}
-    return {name: cls for name,cls in of.items() if getattr(cls, "stock", None) and cls.shape.pretrained}
+    def large(cls): return getattr(cls, "stock", None) and hasattr(cls, "shape") and cls.shape.pretrained
+    return {name: policies[name] for name in policies if large(policies[name])}
 
 def look(
     path:Path # a folder
