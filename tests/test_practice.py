@@ -260,7 +260,7 @@ def test_the_page(data, tmp_path):
 
 def test_it_gets_better(data, tmp_path):
     "With its own successes; with nothing but the demonstrations again it does not get as far."
-    kw = dict(suite="dot_3", tasks=["left"], n_demos=2, steps_per_task=40, batch_size=32, episodes=80, round_episodes=40, n_trials=60, rows_per_task=10,
+    kw = dict(suite="dot_3", tasks=["left"], n_demos=2, steps_per_task=25, batch_size=32, episodes=80, round_episodes=40, n_trials=60, rows_per_task=10,
               image_size=48)
     run = practise(config(data, tmp_path/"own", **kw, algo_kw=dict(updates=100)), say=len)
     control = practise(config(data, tmp_path/"demos", **kw, algo_kw=dict(updates=100, demo_share=1.)), say=len)

@@ -57,11 +57,19 @@ def one(home):
 def curve(run, key): return np.array([l[key] for l in run.logs() if key in l])
 def last_weights(run): return read_tensors(sorted((run.path/"checkpoints").glob("001-*"))[-1]/"weights.safetensors")[0]
 
+# AdamW makes steps of rounding, and each kind of processor rounds differently: 1.7e-4 was the farthest of those that were tried
+APART = 5e-4
+
+
 def compare(alone, both):
     for key in ("train/loss", "train/penalty"):
         a,b = curve(alone, key),curve(both, key)
         assert len(a) == len(b) and np.abs(a-b).max(initial=0) < 2e-5, (key, a, b)
     assert [l["drawn"] for l in alone.logs() if "drawn" in l] == [l["drawn"] for l in both.logs() if "drawn" in l]
+    return apart(alone, both)
+
+def apart(alone, both):
+    "How far each parameter of one run's last task is from the other run's."
     a,b = last_weights(alone),last_weights(both)
     assert a.keys() == b.keys()
     # a key's bias adds the same number to all scores of a query, a map's bias to all places of a map: their gradients are rounding, and AdamW makes steps of it
@@ -69,8 +77,11 @@ def compare(alone, both):
 
 @pytest.mark.parametrize("name", ZERO)
 def test_an_algorithm_under_zero_gives_the_numbers_of_one_process(one, two, name):
-    far = {k: x for k,x in compare(one(ZERO[name]), two[name]).items() if x > 1e-4}
+    far = {k: x for k,x in compare(one(ZERO[name]), two[name]).items() if x > APART}
     assert not far and len(curve(two[name], "train/loss")) == 16
+
+def test_another_algorithm_is_farther_than_rounding(two):
+    assert max(apart(two["gem-zero2"], two["agem-zero2"]).values()) > 4*APART
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_ranks_look_together_and_end_a_task_at_the_same_update(one, two, name):
@@ -78,7 +89,7 @@ def test_ranks_look_together_and_end_a_task_at_the_same_update(one, two, name):
     ends = lambda run: [(r["stage"], r["updates"], r["kept"], r["looks"]) for r in run.logs() if "kept" in r]
     looks = lambda run: sorted((e["stage"], e["step"], e["task"], e["trial"], e["success"]) for e in RunFolder(run.path/"looks").episodes())
     assert ends(alone) == ends(both) and looks(alone) == looks(both) and any(score for *_,score in ends(both))
-    assert max(compare(alone, both).values()) < 1e-4 and not list((both.path/"looks").glob("episodes-*"))
+    assert max(compare(alone, both).values()) < APART and not list((both.path/"looks").glob("episodes-*"))
 
 @pytest.mark.parametrize("name", LORA)
 def test_adapters_of_tasks_on_two_processes(one, two, name):
