@@ -7,6 +7,7 @@ __all__ = ['ENTRIES', 'check_entries', 'camera_sizes', 'Described', 'Steppable',
 
 # %% ../../nbs/envs/00_base.ipynb #738b66fe
 import numpy as np
+from fastcore.basics import patch
 from ..core.names import IMAGE, IMAGES, N_ACTIONS, STATE, closest
 from ..core.seeds import seed_of
 
@@ -119,3 +120,25 @@ class Env(Steppable):
         obs = self.obs(out)
         if n in watch: self.watched[n] = obs
         return obs,np.array(rewards, float),succeeded,terminated,truncated,n
+
+# %% ../../nbs/envs/00_base.ipynb #5afe0003
+@patch
+def save(self:Env,
+    reuse:dict|None=None # a snapshot of this environment that is no longer needed, for its memory
+)->dict:                 # for `restore`
+    "Where the episode stands."
+    return dict(trial=self.trial, t=self.t, ended=self.ended, cut=self.cut, sim=self._save(reuse and reuse["sim"]))
+
+@patch
+def restore(self:Env,
+    snapshot:dict # of an environment of this task that had begun the same trial
+):
+    "Stand where `save` was called: what follows, pictures too, is the same to the bit."
+    if self.trial != snapshot["trial"]: raise ValueError(f"{self.task_id}: the snapshot is of trial {snapshot['trial']}, "
+        f"this environment has begun {self.trial}; call reset({snapshot['trial']}) first")
+    self._restore(snapshot["sim"])
+    self.t,self.ended,self.cut,self.watched = snapshot["t"],snapshot["ended"],snapshot["cut"],{}
+
+@patch
+def _save(self:Env, reuse): raise NotImplementedError(f"environments of kind {self.kind!r} have no snapshots; begin the trial "
+                                                      "again with reset, and repeat its actions")

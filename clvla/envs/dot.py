@@ -37,6 +37,9 @@ class Dot(Env):
         success = bool(np.abs(self.x-self.goal).max() < .12)
         return float(success),success,success
 
+    def _save(self, reuse): return self.x.copy()
+    def _restore(self, x): self.x = x.copy()
+
     @property
     def state(self): return self.x.copy()
 
