@@ -40,7 +40,7 @@ policies = Registry("policy", **{
     "lerobot-xvla-tiny": "clvla.policies.lerobot.xvla:TinyXVLA"})
 
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
-practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy"})
+practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy", "rl-best": "clvla.rl.best_of_n:BestOfN"})
 
 def class_of(name:str):
     "The class of a policy of the menu, or of one that practice made."
