@@ -106,7 +106,7 @@ def test_an_update_moves_towards_the_target():
     x, a = torch.randn(4, 2), torch.randn(4, 2, 1)
     row = dict(x=x, next_x=x, action=a, next_action=a, reward=torch.full((4,), .2), mask=torch.full((4,), .5), ret=torch.full((4,), .6))
     learner = CriticLearner(critic, lr=3e-3, mc=.5, tau=.2)
-    for _ in range(600): learner.update(row)
+    for _ in range(250): learner.update(row)
     fixed = (.5*.2+.5*.6)/(1-.5*.5)   # q = .5*(.2+.5*q)+.5*.6
     assert critic.value(x, a).detach().numpy() == pytest.approx(fixed, abs=.02)
 
@@ -162,3 +162,51 @@ def test_a_state_says_what_was_not_stored():
     env.restore(snapshot)
     again = env.step_chunk(np.full((4, 2), -.5))[0]
     assert all(np.array_equal(first[k], again[k]) for k in (IMAGE, STATE)) and env.t == 7
+
+
+def test_constant_actions_are_no_difference():
+    "Where a number of the actions never changes, the executed chunk is found by the others."
+    from clvla.rl.best_of_n import planned
+    draws = torch.randn(5, 4, 3)
+    as_played = draws.clone()
+    as_played[..., 2] = -1.
+    assert planned(as_played, as_played[3, :2]) == 3
+    with pytest.raises(ValueError, match="differs from all draws"): planned(draws, as_played[3, :2])
+
+
+@pytest.mark.parametrize("C, says", [(3, "multiple of stride 2"), (16, "up to the policy's chunk"), (-2, "actor_chunk must be")])
+def test_chunks_of_the_actor_that_are_refused(data, tmp_path, C, says):
+    with pytest.raises(ValueError, match=says): practise(config(data, tmp_path/"run", algo="token_td3", algo_kw=dict(actor_chunk=C)), say=len)
+
+
+def test_a_shorter_chunk_of_the_actor(data, tmp_path, monkeypatch):
+    "Executed steps, references, returns and bootstrap factors of chunks of 4 steps beside a policy's of 8, by a loop."
+    cls, real, rows, rounds = methods["token_td3"], methods["token_td3"].take, [], []
+
+    def take(self, attempts):
+        real(self, attempts)
+        assert self.policy.actor.C == self.policy.H == 4 and self.base.H == 8
+        rounds.append(attempts)
+        for a in attempts:
+            e = a["episode"]
+            for k, first in enumerate(e.at[:-1].tolist()):
+                m = min(4, e.n_steps-first)
+                won = e.success and first+m == e.n_steps
+                rows.append((a["x"][k], a["ref"][k], .99**(m-1) if won else 0., 0. if won else .99**m, a["x"][e.at.tolist().index(first+m)]))
+        rows_in_order = torch.as_tensor((self.replay.next >= 0).nonzero()[0])
+        assert len(rows_in_order) == len(rows)
+        held = dict(x=self.replay.states["x"], ref=self.replay.states["ref"], reward=self.replay.fields["reward"], mask=self.replay.fields["mask"])
+        for k, value in enumerate(held.values()):
+            assert torch.allclose(value[rows_in_order].float(), torch.stack([torch.as_tensor(r[k], dtype=torch.float32) for r in rows]), atol=1e-6)
+        reached = self.replay.states["x"][torch.as_tensor(self.replay.next[rows_in_order.numpy()])]
+        assert torch.equal(reached, torch.stack([r[4] for r in rows]))
+    monkeypatch.setattr(cls, "take", take)
+    run = practise(config(data, tmp_path/"run", algo="token_td3", algo_kw=dict(updates=3, token_updates=4, sample=8, actor_chunk=4)), say=len)
+    for a in rounds[0]:   # the policy alone: each fourth step begins the first half of a chunk of its own
+        e = a["episode"]
+        for k, first in enumerate(e.at.tolist()):
+            if first%4 or first == e.n_steps: continue
+            m = min(4, e.n_steps-first)
+            assert torch.allclose(a["action"][first:first+m], a["ref"][k][:m], atol=1e-4)
+    policy = load_policy(checkpoints(run.path/"checkpoints", ends=True)[-1])
+    assert (policy.H, policy.vla.H, policy.actor.C) == (4, 8, 4) and any(e["episode"].n_steps > 8 for e in rounds[0])

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from ..cl.base import check_count, check_number
 from ..core.batch import first_weights, rng_state, set_rng_state, to_device, torch_rng
-from ..core.names import ACTION, STATE
+from ..core.names import STATE
 from ..core.seeds import seed_of
 from ..policies.all import policies
 from ..policies.base import Policy
@@ -181,18 +181,18 @@ def states(self:BestOfNMethod, e)->dict:
     obs = {k: v[rows] if torch.is_tensor(v) else v[:int(rows.sum())] for k,v in self.observations(e).items()}
     noise = self.noise_of(e)[rows][:,:self.N]
     x,draws = self.policy.eval().look(to_device(obs, self.ctx.device), noise.to(self.ctx.device))
-    action = self.ctx.processor({ACTION: torch.from_numpy(e.action)})[ACTION].to(draws)
-    return dict(x=x, plans=torch.stack([planned(d, a) for d,a in zip(draws, action.split(H))]))
+    as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(H)
+    return dict(x=x, plans=torch.stack([d[planned(u, a)] for d,u,a in zip(draws, as_played, action)]))
 
 def planned(
-    draws:Tensor, # (N,H,A)
+    draws:Tensor, # (N,H,A) in the environment's units, where an action that never changes is a constant
     played:Tensor # (m,A) executed steps, m at most H
-)->Tensor:        # (H,A)
-    "The draw whose first steps were executed; ValueError when it is none of them."
+)->int:
+    "Number of the draw whose first steps were executed; ValueError when it is none of them."
     gap = (draws[:,:len(played)]-played).flatten(1).abs().amax(1)
-    if gap.min() > 1e-2: raise ValueError(f"the executed chunk differs from all draws, from the nearest by {gap.min():.3g}; were "
+    if gap.min() > 1e-3: raise ValueError(f"the executed chunk differs from all draws, from the nearest by {gap.min():.3g}; were "
                                           "policy, processor or seed changed since the attempts were made?")
-    return draws[gap.argmin()]
+    return gap.argmin().item()
 
 @patch
 def take(self:BestOfNMethod, attempts:list):

@@ -32,21 +32,26 @@ class TokenMethod(Method):
         gamma:float=.99,        # discount per step
         std:float=.1,           # deviation of the attempts' chunks, in normalised units
         ref_dropout:float=.5,   # share of the samples that train without their reference
-        hidden:int=256          # width of actor and critics
+        hidden:int=256,         # width of actor and critics
+        actor_chunk:int=0       # C, steps of the actor's chunk; 0: those of the policy's
     ):
         super().__init__(seed)
         for name,value in dict(token_updates=token_updates, hidden=hidden).items(): check_count(name, value)
         for name,value in dict(gamma=gamma, ref_dropout=ref_dropout).items(): check_number(name, value, 0, 1)
         check_number("std", std, 1e-6, rule="above 0")
+        check_count("actor_chunk", actor_chunk, 0)
         codecs[token]   # a wrong name is refused here
         self.token,self.token_updates,self.gamma = token,token_updates,gamma
         self.std,self.ref_dropout,self.hidden = std,ref_dropout,hidden
+        self.actor_chunk = actor_chunk
         self.fitted,self.waiting = False,[]   # whether the encoder has learnt; episodes since the last `begin`
 
     def check(self, cfg):
         super().check(cfg)
         check_base(cfg.model)
         if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")
+        if self.actor_chunk > cfg.chunk or self.actor_chunk%cfg.stride: raise ValueError(
+            f"actor_chunk is {self.actor_chunk}, expected a multiple of stride {cfg.stride} up to the policy's chunk of {cfg.chunk}")
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -80,13 +85,13 @@ def make_policy(self:TokenMethod)->TokenPolicy:
     "The frozen policy with a new encoder and an actor that begins as the identity."
     base,ctx = self.base,self.ctx
     tokens,_ = self.tokens_of(self.demo_batches(1)[0])
-    S = len(ctx.processor.stats[STATE]["mean"])
+    S,C = len(ctx.processor.stats[STATE]["mean"]),self.actor_chunk or base.H
     token_config = dict(D=tokens.shape[-1], seed=seed_of(self.seed, "practice", "token"))
     with first_weights(self.seed, "practice", "actor"):
         W = codecs[self.token](**token_config).W
-        actor = dict(X=W+S, C=base.H, A=base.A, hidden=self.hidden, std=self.std, ref_dropout=self.ref_dropout)
-        sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
-        policy = TokenPolicy(ctx.cfg.model, dict(base.config), self.token, token_config, actor, **sizes)
+        actor = dict(X=W+S, C=C, A=base.A, hidden=self.hidden, std=self.std, ref_dropout=self.ref_dropout)
+        sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "head") if k in base.config}
+        policy = TokenPolicy(ctx.cfg.model, dict(base.config), self.token, token_config, actor, H=C, **sizes)
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
 
