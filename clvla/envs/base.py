@@ -134,11 +134,12 @@ def restore(self:Env,
     snapshot:dict # of an environment of this task that had begun the same trial
 ):
     "Stand where `save` was called: what follows, pictures too, is the same to the bit."
-    if self.trial != snapshot["trial"]: raise ValueError(f"{self.task_id}: the snapshot is of trial {snapshot['trial']}, "
-        f"this environment has begun {self.trial}; call reset({snapshot['trial']}) first")
+    if self.trial != (trial := snapshot["trial"]): raise ValueError(
+        f"{self.task_id}: the snapshot is of trial {trial}, this environment has begun {self.trial}; call reset({trial}) first")
     self._restore(snapshot["sim"])
     self.t,self.ended,self.cut,self.watched = snapshot["t"],snapshot["ended"],snapshot["cut"],{}
 
 @patch
-def _save(self:Env, reuse): raise NotImplementedError(f"environments of kind {self.kind!r} have no snapshots; begin the trial "
-                                                      "again with reset, and repeat its actions")
+def _save(self:Env, reuse):
+    raise NotImplementedError(f"environments of kind {self.kind!r} have no snapshots; begin the trial again with reset, and "
+                              "repeat its actions")

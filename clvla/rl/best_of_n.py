@@ -43,7 +43,7 @@ def critic_state(
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c170000a
 class BestOfN(Policy):
-    "A frozen policy, and a critic that chooses among its draws; the first draw as long as the critic has learnt nothing."
+    "A frozen policy, and a critic that chooses among its draws; before the critic has learnt, the first draw."
     def __init__(self,
         base:str,            # of the frozen policy: its name in the menu of policies
         base_config:dict,    # its arguments
@@ -126,9 +126,8 @@ class BestOfNMethod(TokenMethod):
         capacity:int=50_000    # observations in the replay
     ):
         super().__init__(seed, token, token_updates, gamma)
-        for name,value in dict(critic_hidden=critic_hidden, members=members, sample=sample).items(): check_count(name, value)
-        check_count("N", N, least=2)
-        check_count("capacity", capacity, least=1000)
+        least = dict(N=(N, 2), capacity=(capacity, 1000), critic_hidden=(critic_hidden, 1), members=(members, 1), sample=(sample, 1))
+        for name,(value,low) in least.items(): check_count(name, value, least=low)
         for name,value in dict(random_share=random_share, mc=mc).items(): check_number(name, value, 0, 1)
         check_number("critic_lr", critic_lr, 1e-12, rule="above 0")
         if reads not in READS: raise ValueError(f"reads is {reads!r}, expected one of {', '.join(READS)}")
@@ -138,17 +137,20 @@ class BestOfNMethod(TokenMethod):
     def check(self, cfg):
         super().check(cfg)
         if not heads[cfg.head].needs_noise: raise ValueError(
-            f"best_of_n chooses among draws, and head {cfg.head!r} has one answer to an observation; take a base with head 'flow'")
-
-    def prepare(self, ctx):
-        super().prepare(ctx)
-        critic = self.policy.critic
-        self.learner = CriticLearner(critic, self.critic_lr, self.mc)
-        number,chunk = ((), torch.float32),((critic.C, critic.A), torch.float32)
-        self.replay = Replay(self.capacity, states=dict(x=((critic.X,), torch.float16)), device=ctx.device, seed=self.seed,
-                             fields=dict(action=chunk, next_action=chunk, reward=number, mask=number, ret=number))
+            f"best_of_n chooses among draws, and head {cfg.head!r} has one answer to an observation; take head 'flow'")
 
     def end(self): self.policy.has_learnt.fill_(True)
+
+# %% ../../nbs/rl/17_best_of_n.ipynb #c1700024
+@patch
+def prepare(self:BestOfNMethod, ctx):
+    "Make policy, learner and replay."
+    TokenMethod.prepare(self, ctx)
+    critic = self.policy.critic
+    self.learner = CriticLearner(critic, self.critic_lr, self.mc)
+    number,chunk = ((), torch.float32),((critic.C, critic.A), torch.float32)
+    fields = dict(action=chunk, next_action=chunk, reward=number, mask=number, ret=number)
+    self.replay = Replay(self.capacity, dict(x=((critic.X,), torch.float16)), fields, device=ctx.device, seed=self.seed)
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700015
 @patch
@@ -157,7 +159,8 @@ def make_policy(self:BestOfNMethod)->BestOfN:
     base,ctx,obs = self.base,self.ctx,to_device(self.demo_batches(1)[0], self.ctx.device)
     with torch.no_grad(): seen = base.eval().encode(obs, tokens=True)
     with first_weights(self.seed, "practice", "critic"):
-        token_config = dict(D=seen.tokens.shape[-1], seed=seed_of(self.seed, "practice", "token")) if self.reads == "token" else {}
+        token_config = {}
+        if self.reads == "token": token_config = dict(D=seen.tokens.shape[-1], seed=seed_of(self.seed, "practice", "token"))
         codec = codecs[self.token](**token_config).to(ctx.device) if token_config else None
         with torch.no_grad(): X = critic_state(seen, obs[STATE], self.reads, codec).shape[1]
         critic = dict(X=X, C=base.H, A=base.A, hidden=self.hidden, members=self.members)
@@ -190,13 +193,14 @@ def planned(
 )->int:
     "Number of the draw whose first steps were executed; ValueError when it is none of them."
     gap = (draws[:,:len(played)]-played).flatten(1).abs().amax(1)
-    if gap.min() > 1e-3: raise ValueError(f"the executed chunk differs from all draws, from the nearest by {gap.min():.3g}; were "
-                                          "policy, processor or seed changed since the attempts were made?")
+    if gap.min() > 1e-3: raise ValueError(
+        f"the executed chunk differs from all draws, from the nearest by {gap.min():.3g}; were policy, processor or seed changed "
+        "since the attempts were made?")
     return gap.argmin().item()
 
 @patch
 def take(self:BestOfNMethod, attempts:list):
-    "Attempts go into the replay; the first ones also say how the critic's state is standardised."
+    "Put attempts into the replay; the first ones say how the critic's state is standardised."
     ids = [task.id for task in self.ctx.tasks]
     if not len(self.replay):
         self.policy.critic.standardise(torch.cat([a["x"] for a in attempts]))
@@ -216,10 +220,12 @@ def update(self:BestOfNMethod)->dict:
 
 @patch
 def state_dict(self:BestOfNMethod)->dict:
+    "Learner and replay."
     return dict(fitted=self.fitted, learner=self.learner.state_dict(), replay=self.replay.state_dict())
 
 @patch
-def load_state_dict(self:BestOfNMethod, state):
+def load_state_dict(self:BestOfNMethod, state:dict):
+    "Go on from a stored state."
     TokenMethod.load_state_dict(self, state)
     self.learner.load_state_dict(state["learner"])
     self.replay.load_state_dict(state["replay"])

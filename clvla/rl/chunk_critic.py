@@ -119,8 +119,8 @@ class CriticLearner:
         self.opt.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.critic.parameters(), 10.)
-        if not norm.isfinite(): raise FloatingPointError(f"the critic's loss is {loss.item()} and its gradient's norm "
-                                                         f"{norm.item()}; look for numbers that are not finite in the states")
+        if not norm.isfinite(): raise FloatingPointError(
+            f"the critic's loss is {loss.item()}, its gradient's norm {norm.item()}; are all states finite numbers?")
         self.opt.step()
         polyak_(self.targ, self.critic, self.tau)
         return dict(critic_loss=loss.detach(), q=logits.detach().sigmoid().mean(), target=y.mean())

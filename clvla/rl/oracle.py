@@ -30,14 +30,14 @@ def state_at(
 )->State:
     "Play an episode's actions again up to a step; ValueError when something else is seen there than the episode saw."
     if step not in episode.at[:-1]:
-        raise ValueError(f"step {step} of the episode was not observed before an action; there are {episode.at[:-1].tolist()}")
+        raise ValueError(f"step {step} of the episode was not observed before an action, only {episode.at[:-1].tolist()} were")
     env.reset(episode.trial)
     for action in episode.action[:step]: env.step(action)
     obs = {k: v.copy() for k,v in env.obs().items()}
     seen = {k: v[list(episode.at).index(step)] for k,v in episode.obs.items()}
     if wrong := [k for k,v in seen.items() if not np.array_equal(v, obs[k])]:
-        raise ValueError(f"trial {episode.trial}, step {step}: {wrong} differ from what the episode saw; was it played in this "
-                         "environment, with this version of the simulator?")
+        raise ValueError(f"trial {episode.trial}, step {step}: {wrong} differ from what the episode saw; was it played in "
+                         "this environment, with this version of the simulator?")
     return State(episode.trial, step, env.save(), obs)
 
 # %% ../../nbs/rl/18_oracle.ipynb #c180000f
@@ -102,7 +102,7 @@ def value_of_choice(
     "What a critic's choice is worth in each state (eq. 2)."
     returns,scores = np.asarray(returns, float),np.asarray(scores, float)
     if scores.shape != returns.shape[:2]:
-        raise ValueError(f"scores are {scores.shape}, returns {returns.shape}; expected a score for each draw of each state")
+        raise ValueError(f"scores are {scores.shape}, returns {returns.shape}; expected a score for each draw of a state")
     return returns[np.arange(len(returns)), scores.argmax(1)].mean(-1)
 
 def ceiling(
@@ -111,8 +111,8 @@ def ceiling(
     "What any draw, the choice by the other repeats (eq. 1), and the best mean are worth."
     returns = np.asarray(returns, float)
     if returns.ndim != 3 or returns.shape[2] < 2:
-        raise ValueError(f"returns are {returns.shape}, expected (states, draws, repeats) with two repeats or more: one chooses "
-                         "and the other one counts")
+        raise ValueError(f"returns are {returns.shape}, expected (states, draws, repeats) with two repeats or more: one "
+                         "chooses and the other one counts")
     others = returns.sum(2, keepdims=True)-returns
     chosen = others.argmax(1)                                                       # (S,R)
     oracle = np.take_along_axis(returns, chosen[:,None], 1)[:,0].mean(1)

@@ -37,21 +37,14 @@ class TokenMethod(Method):
     ):
         super().__init__(seed)
         for name,value in dict(token_updates=token_updates, hidden=hidden).items(): check_count(name, value)
+        check_count("actor_chunk", actor_chunk, 0)
         for name,value in dict(gamma=gamma, ref_dropout=ref_dropout).items(): check_number(name, value, 0, 1)
         check_number("std", std, 1e-6, rule="above 0")
-        check_count("actor_chunk", actor_chunk, 0)
         codecs[token]   # a wrong name is refused here
         self.token,self.token_updates,self.gamma = token,token_updates,gamma
         self.std,self.ref_dropout,self.hidden = std,ref_dropout,hidden
         self.actor_chunk = actor_chunk
         self.fitted,self.waiting = False,[]   # whether the encoder has learnt; episodes since the last `begin`
-
-    def check(self, cfg):
-        super().check(cfg)
-        check_base(cfg.model)
-        if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")
-        if self.actor_chunk > cfg.chunk or self.actor_chunk%cfg.stride: raise ValueError(
-            f"actor_chunk is {self.actor_chunk}, expected a multiple of stride {cfg.stride} up to the policy's chunk of {cfg.chunk}")
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -78,6 +71,17 @@ class TokenMethod(Method):
     def take(self, attempts:list): raise NotImplementedError   # what `states` gives, of each episode
     def state_dict(self)->dict: return dict(fitted=self.fitted)
     def load_state_dict(self, state): self.fitted,self.waiting = state["fitted"],[]
+
+# %% ../../nbs/rl/13_token_method.ipynb #c1300017
+@patch
+def check(self:TokenMethod, cfg):
+    "ValueError for settings that a frozen policy or the actor's chunk cannot have."
+    Method.check(self, cfg)
+    check_base(cfg.model)
+    if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")
+    C,H = self.actor_chunk,cfg.chunk
+    if C > H or C%cfg.stride: raise ValueError(f"actor_chunk is {C}, expected a multiple of stride {cfg.stride} up to the "
+                                               f"policy's chunk of {H}")
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300008
 @patch

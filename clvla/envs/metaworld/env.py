@@ -102,7 +102,8 @@ def _save(self:MetaWorldEnv, reuse):
     sim = self.sim
     data = copy.copy(sim.data) if reuse is None else reuse["data"]
     mj_copyData(data, sim.model, sim.data)
-    return dict(data=data, full=self.full.copy(), own={k: copy.copy(v) for k,v in vars(sim).items() if isinstance(v, PLAIN)})
+    own = {k: copy.copy(v) for k,v in vars(sim).items() if isinstance(v, PLAIN)}
+    return dict(data=data, full=self.full.copy(), own=own)
 
 @patch
 def _restore(self:MetaWorldEnv, saved):
