@@ -208,5 +208,7 @@ def test_a_shorter_chunk_of_the_actor(data, tmp_path, monkeypatch):
             if first%4 or first == e.n_steps: continue
             m = min(4, e.n_steps-first)
             assert torch.allclose(a["action"][first:first+m], a["ref"][k][:m], atol=1e-4)
+    for e in (a["episode"] for attempts in rounds for a in attempts):   # stride 2: four starts in each eight whole steps
+        assert all(((e.at[:-1] >= first) & (e.at[:-1] < first+8)).sum() == 4 for first in range(0, e.n_steps-7, 8))
     policy = load_policy(checkpoints(run.path/"checkpoints", ends=True)[-1])
     assert (policy.H, policy.vla.H, policy.actor.C) == (4, 8, 4) and any(e["episode"].n_steps > 8 for e in rounds[0])
