@@ -26,7 +26,9 @@ def merge_checkpoint(
     if checkpoint not in known: raise ValueError(f"{place} has no checkpoint {checkpoint!r}{closest(checkpoint, known)}")
     if out.exists(): raise ValueError(f"{out} exists; name a folder that does not")
     policy = load_policy(place/checkpoint)
-    if not policy.lora: raise ValueError(f"checkpoint {checkpoint} of {run} has no adapters, so it is whole already: use {place/checkpoint}")
+    if not policy.lora:
+        raise ValueError(f"checkpoint {checkpoint} of {run} has no adapters, so it is whole already: use "
+                         f"{place/checkpoint}")
     save_policy(merge_lora(policy), read_policy(place/checkpoint)["policy"], out)
     shutil.copy(place/checkpoint/"processor.json", out)
     return out
