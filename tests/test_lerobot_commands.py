@@ -1,4 +1,4 @@
-"LeRobot's own commands: lerobot-train trains and continues a policy of clvla, lerobot-eval plays a checkpoint as clvla's evaluation did."
+"LeRobot's own commands: lerobot-train trains and continues a policy of clvla; lerobot-eval plays a checkpoint, also of each class of LeRobot's own, as clvla does."
 import json
 import os
 import subprocess
@@ -12,10 +12,13 @@ import torch
 pytest.importorskip("lerobot")
 from safetensors.torch import load_file
 from test_resume import config
+from clvla.core.batch import torch_rng
+from clvla.core.files import read_json, write_json
 from clvla.core.names import ACTION, IMAGE, PROMPT, STATE
 from clvla.data.lerobot_write import write_lerobot
+from clvla.data.stats import Processor
 from clvla.envs.all import make_env
-from clvla.policies.all import load_policy
+from clvla.policies.all import load_policy, make_policy
 from clvla.policies.lora import add_lora
 from clvla.policies.weights import save_base, save_policy
 from clvla.run.checkpoint import checkpoints
@@ -29,13 +32,33 @@ for command,args in json.loads(sys.argv[1]):
     sys.argv = [f"lerobot-{command}", "--plugin.discover_packages_path=clvla.run.lerobot", *args]
     importlib.import_module(f"lerobot.scripts.lerobot_{command}").main()
 """
+NOTES = """
+import torch, lerobot.scripts.lerobot_eval as at
+from safetensors.torch import save_file
+real = at.rollout
+def rollout(env, policy, *a, **kw):   # what torch's generator was before each action, and the action
+    seen,act = [],policy.select_action
+    def noted(batch):
+        seen.append(torch.get_rng_state())
+        return act(batch)
+    policy.select_action = noted
+    out = real(env, policy, *a, **kw)
+    policy.select_action = act
+    where.append(dict(rng=torch.stack(seen), action=out["action"][0].contiguous()))
+    return out
+where,at.rollout = [],rollout
+"""
+KEEP = """
+    save_file({f"{i}.{k}": x for i,one in enumerate(where) for k,x in one.items()}, f"{args[-1].split('=')[1]}/notes.safetensors")
+    where.clear()
+"""
 EVAL = ["--env.type=clvla", "--env.suite=dot_2", "--env.image_size=32", "--seed=0", "--eval.use_async_envs=false"]
 
 
-def lerobot(*commands):
+def lerobot(*commands, code=MAINS):
     "Run LeRobot's commands, one after the other in one process, which saves starting it again; what it printed."
     env = dict(os.environ, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-c", MAINS, json.dumps(commands)], capture_output=True, text=True, env=env, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout+done.stderr
 
@@ -62,6 +85,52 @@ def test_lerobot_eval_ends_every_episode_as_clvla_did(run, last, tmp_path):
     theirs = successes(tmp_path/"out")
     assert theirs == [[ours[task, i] for i in range(6)] for task in ("left", "right")]
     assert {True, False} == set(sum(theirs, []))
+
+
+THEIRS = {f"lerobot-{name}-tiny": kind for name, kind in dict(act="act", smolvla="smolvla", diffusion="diffusion", xvla="clvla").items()} | {"lerobot-multi-task-dit-tiny": "multi_task_dit"}
+
+
+@pytest.fixture(scope="module")
+def played(last, tmp_path_factory):
+    "A checkpoint of each of LeRobot's classes, played by one process: name -> (checkpoint, what lerobot-eval wrote)."
+    pytest.importorskip("diffusers")
+    from clvla.run.lerobot.commands import lerobot_folder
+    home, found, commands = tmp_path_factory.mktemp("theirs"), {}, []
+    for name in THEIRS:
+        policy = make_policy(name, 32, 2, 2)
+        for k, p in policy.named_parameters():   # a new multi-task transformer is the identity and reads nothing
+            if "adaLN" in k: torch.nn.init.normal_(p.data, std=.1, generator=torch_rng(0, k))
+        save_policy(policy, name, home/name)
+        write_json(home/name/"processor.json", read_json(last/"processor.json"))
+        found[name] = home/name, home/f"{name}-out"
+        commands.append(["eval", [f"--policy.path={lerobot_folder(home/name, home/f'{name}-theirs')}", *EVAL, "--eval.n_episodes=1", "--eval.batch_size=1",
+                                  f"--output_dir={found[name][1]}"]])
+    lerobot(*commands, code=NOTES+MAINS+KEEP)
+    return found
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_lerobot_eval_plays_a_checkpoint_of_lerobots_class_as_clvla_does(played, name):
+    "Every action and every end of an episode is clvla's, at the noise that LeRobot drew."
+    checkpoint, out = played[name]
+    notes, ends = load_file(out/"notes.safetensors"), []
+    policy, processor = load_policy(checkpoint).eval(), Processor.from_json(read_json(checkpoint/"processor.json"))
+    assert json.loads((checkpoint.parent/f"{name}-theirs/config.json").read_text())["type"] == THEIRS[name]
+    for i, task in enumerate(("left", "right")):
+        env, theirs, ours = make_env(dict(kind="dot", name=task), 32), notes[f"{i}.action"], []
+        obs, won = env.reset(0), False
+        while not env.ended:
+            if len(ours)%8 == 0:
+                torch.set_rng_state(notes[f"{i}.rng"][len(ours)].clone())   # aligned
+                noise = torch.randn(1, 8, policy.noise_size) if policy.needs_noise else None
+                seen = processor.obs({k: v[None] for k, v in obs.items()}) | {PROMPT: [env.prompt]}
+                chunk = processor.unnormalise(policy.predict_chunk(seen, noise=noise))[0]
+            ours.append(chunk[len(ours)%8])
+            won |= bool(env.step(ours[-1].numpy())[1])
+            obs = env.obs()
+        assert len(ours) == len(theirs) and torch.allclose(torch.stack(ours), theirs, atol=1e-4)
+        ends.append([won])
+    assert ends == successes(out)
 
 
 def episodes(n=3, size=32):

@@ -70,7 +70,7 @@ def test_chunks_are_repeatable_keep_nothing_and_leave_the_mode(smol):
     first = say(smol, b)
     three = say(smol, b, n=3)
     assert torch.equal(say(smol, b), first) and three.shape == (2, 3, 8, 4)
-    noise = torch.stack([smol.chunk_noise(g) for g in [torch_rng(1, "chunk")] for _ in range(6)]).view(2, 3, 8, 4)
+    noise = torch.stack([smol.chunk_noise(g) for g in [torch_rng(1, "chunk")] for _ in range(6)]).view(2, 3, 8, 16)
     for i in range(3): assert torch.allclose(smol.predict_chunk(b, noise=noise[:, i]), three[:, i], atol=1e-5)
     assert smol.training and smol.net.training and all(torch.equal(v, before[k]) for k, v in smol.state_dict().items())
 
@@ -103,8 +103,7 @@ def test_losses_and_actions_are_lerobots_own(smol):
     given = lambda: smol.inputs(b) | {ACTION: b[ACTION], PAD: b[PAD]}
     assert torch.allclose(theirs(given(), **{k: v[:, 0] for k, v in drawn.items()}, reduction="none")[0], smol(b, **drawn, reduction="none")[0], atol=1e-6)
     noise = torch.stack([smol.chunk_noise(torch_rng(i, "one")) for i in range(5)])
-    filled = torch.nn.functional.pad(noise, (0, 12))
-    assert torch.equal(theirs.predict_action_chunk(smol.inputs(b), noise=filled), smol.predict_chunk(b, noise=noise))
+    assert torch.equal(theirs.predict_action_chunk(smol.inputs(b), noise=noise), smol.predict_chunk(b, noise=noise))
     t = smol.draw(4000, torch_rng(0, "time"))[1]
     torch.manual_seed(0)
     other = theirs.model.sample_time(4000, "cpu")
@@ -127,8 +126,7 @@ def test_files_of_both_kinds_give_the_same_actions(smol, tmp_path):
     assert torch.equal(say(load_policy(save_policy(smol, NAME, tmp_path/"ours")), b), said)
     theirs = SmolVLAPolicy.from_pretrained(save_lerobot(smol, tmp_path/"theirs"), strict=True)
     noise = torch.stack([smol.chunk_noise(g) for g in [torch_rng(1, "chunk")] for _ in range(5)])
-    filled = torch.nn.functional.pad(noise, (0, 12))
-    assert torch.equal(theirs.predict_action_chunk(smol.inputs(b), noise=filled), said)
+    assert torch.equal(theirs.predict_action_chunk(smol.inputs(b), noise=noise), said)
     with torch.no_grad(): theirs.model.action_out_proj.bias += 1
     theirs.save_pretrained(tmp_path/"back")
     back = load_lerobot(make_policy(NAME, 48, seed=5, H=4), tmp_path/"back")   # no weight has the size of picture or chunk
@@ -205,7 +203,7 @@ def test_the_calls_refuse_what_does_not_fit(smol):
     with pytest.raises(ValueError, match="policy.draw"): smol(b)
     with pytest.raises(ValueError, match=r"policy.draw\(5\)"): smol(b, **draw(smol, 4))
     with pytest.raises(ValueError, match="'mean' or 'none'"): smol(b, **drawn, reduction="sum")
-    with pytest.raises(ValueError, match=r"expected \(5, 8, 4\)"): smol.predict_chunk(b, noise=drawn["noise"])
+    with pytest.raises(ValueError, match=r"expected \(5, 8, 16\)"): smol.predict_chunk(b, noise=drawn["noise"])
     with pytest.raises(ValueError, match="reads 48"): smol.check_prompts([SHORT, "open a drawer "*30])
     with pytest.raises(ValueError, match="mark"): smol.prompt_length("open <image>")
 

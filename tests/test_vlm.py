@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("transformers")
 from test_eyes import H as SQUARES_H, SIZE, batch as squares
 from test_policies import LONG, SHORT, WRIST, loss_of, make_batch
-from test_resume import Crash, config, crash_at
+from test_resume import FEW, Crash, config, crash_at
+from clvla.cl.all import algos
 from clvla.core import names
 from clvla.core.batch import cat, take, torch_rng
 from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
@@ -609,3 +610,25 @@ def test_a_run_that_crashed_goes_on_as_if_it_had_not(name, kw, shared_data, tmp_
     assert RunFolder(cfg.run_dir).status == "interrupted"
     train_cl(cfg, say=len)
     assert fingerprint(cfg.run_dir) == fingerprint(whole.path)
+
+
+@pytest.mark.parametrize("algo", algos)
+def test_every_algorithm_runs_a_stream_with_a_transformer_head(algo, shared_data, tmp_path):
+    "Two tasks, two updates each; latent replay names the reason why it does not."
+    kw = dict(model="qwengr00t-tiny", algo=algo, algo_kw=FEW if algo in ("ewc", "mas") else {}, steps_per_task=2, batch_size=4, evaluate="none", ema=0.)
+    begin = lambda: train_cl(config(shared_data, tmp_path/"run", **kw), say=len)
+    if algo == "latent":
+        with pytest.raises(ValueError, match="reads all 34 rows of its trunk.*use algo 'er'"): begin()
+        return
+    losses = [(r["stage"], r["train/loss"]) for r in begin().logs() if "train/loss" in r]
+    assert {stage for stage, _ in losses} == ({0} if algo == "joint" else {0, 1}) and all(np.isfinite(x) for _, x in losses)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_beside_a_loaded_trunk_what_is_random_learns_whole(name):
+    "Adapters stand in the trunk alone; the state's network and the queries are trained as they are."
+    p = make_policy(name, 32)
+    p.pretrained = lambda: ["vlm."]   # as of a published size
+    add_lora(p, 2, pretrained=False)
+    for k, q in p.named_parameters(): assert q.requires_grad == (not k.startswith("vlm.") or ".lora_" in k), k
+    assert not any(".lora_" in k for k, _ in p.named_parameters() if not k.startswith("vlm."))

@@ -52,10 +52,10 @@ def send_signal(
 # %% ../../nbs/core/09_processes.ipynb #7218ba81
 def peak_memory()->float:
     "Peak resident memory of this process and its running descendants together, GB (Linux; 0 elsewhere)."
-    return round(sum(_peak_kb(pid) for pid in [os.getpid(), *descendants(os.getpid())])/1e6, 2)
+    return round(sum(_peak_kib(pid) for pid in [os.getpid(), *descendants(os.getpid())])*1024/1e9, 2)
 
-def _peak_kb(pid:int)->int:
-    "Peak resident kB of a process; 0 when it is gone, or where there is no /proc."
+def _peak_kib(pid:int)->int:
+    "Peak resident memory of a process in units of 1024 bytes, which Linux calls kB; 0 when it is gone, or where there is no /proc."
     try: lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError: return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)

@@ -80,6 +80,8 @@ class Policy(nn.Module):
     def needs_noise(self)->bool: return self.head.needs_noise
     def draw(self, B:int, generator=None): return self.head.draw(B, generator)
     def chunk_noise(self, generator=None): return self.head.chunk_noise(generator)
+    @property
+    def noise_size(self)->int: return self.A # numbers that an action's noise has
     def prepare(self, batch:dict)->dict: return batch # called ahead of the step, in the loader's thread
 
     def forward(self, batch:dict, *, noise=None, time=None, reduction:str="mean"):
@@ -113,14 +115,14 @@ def chunks_noise(
     n:int,     # chunks of each
     noise,     # given noise, or None
     generator  # draws it where none is given: row after row, in each row chunk after chunk
-):             # (B,H,A), with n > 1 (B,n,H,A); None where the policy needs none
+):             # (B,H,A), with n > 1 (B,n,H,A), A as `noise_size`; None where the policy needs none
     "The noise of `predict_chunk`; ValueError when `n` or a given noise does not fit."
     if n < 1: raise ValueError(f"predict_chunk gives 1 chunk or more, asked for {n}")
     if not policy.needs_noise:
         if n == 1 and noise is None: return None
         raise ValueError(f"a {type(policy.head).__name__} has one answer to an observation and takes no noise, found "
                          f"n={n}{' and noise' if noise is not None else ''}; use n=1, or a policy with head 'flow'")
-    shape = (B, policy.H, policy.A) if n == 1 else (B, n, policy.H, policy.A)
+    shape = (B, *(() if n == 1 else (n,)), policy.H, policy.noise_size)
     if noise is None: return torch.stack([policy.chunk_noise(generator) for _ in range(B*n)]).view(shape)
     if tuple(noise.shape) != shape: raise ValueError(f"noise is {tuple(noise.shape)}, expected {shape}; "
                                                      "stack policy.chunk_noise() of each row")

@@ -82,6 +82,7 @@ def save_policy(
         path = Path(os.path.relpath(policy.base["path"], folder.resolve())).as_posix()
         base = dict(base=dict(path=path, sha256=policy.base["sha256"]))
         about |= dict(lora=policy.lora | base) if policy.lora else base
+    elif policy.lora: about["lora"] = policy.lora   # everything frozen is a published folder's
     if policy.source: about["published"] = policy.source | dict(left=bool(policy.left))
     write_weights(stored_weights(policy), folder/"weights.safetensors")
     write_json(folder/"policy.json", about)
@@ -102,7 +103,7 @@ def read_policy(
     entries({k: v for k,v in d["config"].items() if k in sizes}, sizes, f"{path}, config", _AGAIN)
     if "lora" in d:
         _check_lora(d["lora"], f"{path}, lora")
-        d["base"] = d["lora"].pop("base")
+        if "base" in d["lora"]: d["base"] = d["lora"].pop("base")
     if "published" in d: _check_base(d["published"], f"{path}, published", left=bool)
     if "base" in d:
         _check_base(d["base"], f"{path}, base")
@@ -111,7 +112,7 @@ def read_policy(
 
 def _check_lora(lora:dict, where:str):
     "ValueError unless these are settings of adapters as save_policy writes them."
-    entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict), where, _AGAIN)
+    entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict), where, _AGAIN, optional=["base"])
     if not 1 <= lora["rank"] < 2**16 or not 0 < lora["alpha"] < 2**16:
         raise ValueError(f"{where}: rank must be 1 or more, alpha above 0, both below {2**16}; found {lora['rank']}, "
                          f"{lora['alpha']}; {_AGAIN}")
@@ -132,10 +133,10 @@ def read_policy_config(
 
 def read_lora(
     folder    # written by save_policy
-)->dict|None: # rank, alpha, pretrained, and base: full path, sha256; None for a policy without adapters
+)->dict|None: # rank, alpha, pretrained, and base where it has one: full path, sha256; None: no adapters
     "The settings of a stored policy's adapters."
     d = read_policy(folder) if (Path(folder)/"policy.json").exists() else {}
-    return d["lora"] | dict(base=d["base"]) if "lora" in d else None
+    return d["lora"] | ({"base": d["base"]} if "base" in d else {}) if "lora" in d else None
 
 def read_base(
     folder    # written by save_policy; None: there is no checkpoint yet

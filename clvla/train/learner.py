@@ -18,6 +18,7 @@ from ..data.streams import stream_json
 from ..envs.all import kind_of
 from ..eval.metrics import JOINT, from_records, to_json
 from ..policies.all import build_policy
+from ..policies.lora import trainable_report
 from ..policies.weights import load_weights, read_base, save_base, save_policy
 from ..run.agree import text_of_rank_0
 from ..run.folder import RunFolder
@@ -147,6 +148,8 @@ def make_stores(self:Imitation)->dict:
 def make_policy(self:Imitation, checkpoint:Path|None):
     "The policy as the run starts from it, known to the data; its frozen weights are stored."
     policy = self.new_policy()
+    if policy.lora and self.shell.rank == 0:
+        for line in trainable_report(policy).to_string(index=False).splitlines(): self.shell.say(line)
     policy.check_prompts(self.processor.controls.instructions(task.prompt for task in self.stream.tasks))
     self.data.prepare = policy.prepare   # what it computes for each batch ahead of the update, in the loader's thread
     if policy.frozen and self.shell.rank == 0:

@@ -93,7 +93,7 @@ class ExpertNoise:
         "Noise (B,1,H,room) and time (B,1)."
         return torch.randn(B, 1, self.H, self.room, generator=generator),beta_time((B, 1), generator)
 
-    def chunk_noise(self, generator=None)->Tensor: return torch.randn(self.H, self.A, generator=generator)
+    def chunk_noise(self, generator=None)->Tensor: return torch.randn(self.H, self.room, generator=generator)
 
     def check(self,
         noise, time,
@@ -161,6 +161,8 @@ class SmolVLA(LeRobot):
         return net
 
     def draws(self): return ExpertNoise(self.H, self.A, self.net.config.max_action_dim)
+    @property
+    def noise_size(self): return self.head.room
     def pictures(self, x): return x.float()/255 # LeRobot moves them to -1..1
     def prompt_length(self, text): return len(self.line.words(text))
     def pretrained(self): return [self.vlm] if self.shape.pretrained else []
@@ -268,7 +270,6 @@ def forward(self:SmolVLA, batch, *, noise=None, time=None, reduction="mean"):
 def predict_chunk(self:SmolVLA, obs, *, n=1, noise=None, generator=None):
     "Chunks (B,H,A), or (B,n,H,A) from one run of the language model."
     from lerobot.policies.common.flow_matching import euler_integrate
-    from lerobot.policies.common.vla_utils import pad_vector
     noise = chunks_noise(self, len(obs[STATE]), n, noise, generator).to(obs[STATE].device)
     _,mask,memory = self.row(obs)
     if n > 1:
@@ -276,8 +277,8 @@ def predict_chunk(self:SmolVLA, obs, *, n=1, noise=None, generator=None):
         mask = mask.repeat_interleave(n, 0)
     def velocity(x, t):
         return self.net.model.denoise_step(x_t=x, timestep=t, prefix_pad_masks=mask, past_key_values=memory)
-    x = pad_vector(noise.reshape(-1, self.H, self.A), self.head.room)
-    return euler_integrate(velocity, x, self.net.config.num_steps)[...,:self.A].view_as(noise)
+    x = euler_integrate(velocity, noise.reshape(-1, self.H, self.head.room), self.net.config.num_steps)
+    return x[...,:self.A].view(*noise.shape[:-1], self.A)
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00030
 @patch
