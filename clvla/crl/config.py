@@ -7,8 +7,9 @@ __all__ = ['SUITE', 'SMOKE', 'SMOKE_AGENT', 'AgentSettings', 'AgentConfig', 'exp
 
 # %% ../../nbs/crl/08_config.ipynb #c7800002
 from dataclasses import dataclass, field, replace
-from .all import agents, cl_methods
+from .all import agents, cl_methods, runners
 from .experiment import Experiment, agents_of, make_experiment
+from .presets import preset_of
 from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, with_folders
 from ..run.plugins import plugins_of
 from ..train.config import stream_name
@@ -27,7 +28,10 @@ class AgentSettings:
     algo_kw:dict = field(default_factory=dict) # settings of the agent
     cl:str = "none"         # method against forgetting: none, ewc, online_ewc
     cl_kw:dict = field(default_factory=dict) # settings of that method
-    ADDED = ("cl", "cl_kw")   # they came later: `identity` leaves out a default
+    runner:str = "sync"     # what plays: sync, batched
+    runner_kw:dict = field(default_factory=dict) # settings of that runner
+    preset:str = ""         # named settings of the agent, a key of `crl.presets.presets`
+    ADDED = ("cl", "cl_kw", "runner", "runner_kw", "preset")   # they came later: `identity` leaves out a default
     NOT_NEGATIVE = ("cycles", "steps_per_task", "eval_every", "n_trials", "image_size")
 
 SUITE = dict(base="dot_3", env=dict(discrete=True), name="dots")   # three tasks that need no further package
@@ -43,9 +47,10 @@ class AgentConfig(AgentSettings, RunConfig):
     def menu(cls): return agents
     @classmethod
     def settings(cls, given:dict)->dict:
-        algo,cl = given.get("algo", cls.algo),given.get("cl", cls.cl)
+        algo,cl,runner = given.get("algo", cls.algo),given.get("cl", cls.cl),given.get("runner", cls.runner)
         return dict(algo_kw=(f"algo {algo!r}", settings_of(agents[algo], ("seed",))),
-                    cl_kw=(f"cl {cl!r}", settings_of(cl_methods[cl])))
+                    cl_kw=(f"cl {cl!r}", settings_of(cl_methods[cl])),
+                    runner_kw=(f"runner {runner!r}", settings_of(runners[runner], ("cfg", "exp"))))
 
 # %% ../../nbs/crl/08_config.ipynb #c780000a
 SMOKE = dict(cycles=2, steps_per_task=128, eval_every=64, n_trials=2)
@@ -67,6 +72,7 @@ def resolve_agent(
         raise ValueError(f"an agent learns in one process and in float32, found num_processes {cfg.num_processes}, machines "
                          f"{cfg.machines!r} and precision {cfg.precision!r}; set them to 1, '' and 'no'")
     check_machine(cfg)
+    cfg = replace(cfg, algo_kw=preset_of(cfg.preset, cfg.algo)|cfg.algo_kw)
     if cfg.smoke: cfg = smaller(cfg)
     exp = experiment_of(cfg)
     return replace(cfg, cycles=exp.stream.cycles, steps_per_task=exp.steps, eval_every=exp.eval_every,

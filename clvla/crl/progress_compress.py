@@ -16,7 +16,7 @@ from ..core.batch import first_weights, to_device
 from .agent import OBSERVED, log_probs
 from .ewc import OnlineEWC
 from .impala import IMPALA
-from .ppo import PictureNet
+from .ppo import PictureNet, scaled
 
 # %% ../../nbs/crl/07_progress_compress.ipynb #c7700007
 def walk(
@@ -30,7 +30,7 @@ def walk(
         if not isinstance(part, (nn.Conv2d, nn.Linear)): return part(x)
         heard[name] = x
         return lateral(name, part(x))
-    x = obs["image"].permute(0, 3, 1, 2).float()/255-.5
+    x = scaled(obs["image"])
     for k,part in enumerate(net.look): x = through(f"look{k}", part, x)
     x = torch.cat([x, obs["state"]], 1)
     for k,part in enumerate(net.think): x = through(f"think{k}", part, x)
@@ -117,7 +117,7 @@ class ProgressCompress(IMPALA):
         self.rollouts,self.practice = 0,None   # of this task so far; how many of them are progress
 
     def make_net(self, spaces)->Column:
-        return Column(self.base.net, self.lateral, spaces.image_size, spaces.state, spaces.largest, **self.sizes)
+        return Column(self.base.net, self.lateral, spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
 
 # %% ../../nbs/crl/07_progress_compress.ipynb #c7700017
 @patch
