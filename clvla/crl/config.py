@@ -7,7 +7,7 @@ __all__ = ['SUITE', 'SMOKE', 'SMOKE_AGENT', 'AgentSettings', 'AgentConfig', 'exp
 
 # %% ../../nbs/crl/08_config.ipynb #c7800002
 from dataclasses import dataclass, field, replace
-from .all import agents, cl_methods
+from .all import agents, cl_methods, runners
 from .experiment import Experiment, agents_of, make_experiment
 from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, with_folders
 from ..run.plugins import plugins_of
@@ -27,7 +27,9 @@ class AgentSettings:
     algo_kw:dict = field(default_factory=dict) # settings of the agent
     cl:str = "none"         # method against forgetting: none, ewc, online_ewc
     cl_kw:dict = field(default_factory=dict) # settings of that method
-    ADDED = ("cl", "cl_kw")   # they came later: `identity` leaves out a default
+    runner:str = "sync"     # what plays: sync
+    runner_kw:dict = field(default_factory=dict) # settings of that runner
+    ADDED = ("cl", "cl_kw", "runner", "runner_kw")   # they came later: `identity` leaves out a default
     NOT_NEGATIVE = ("cycles", "steps_per_task", "eval_every", "n_trials", "image_size")
 
 SUITE = dict(base="dot_3", env=dict(discrete=True), name="dots")   # three tasks that need no further package
@@ -43,9 +45,10 @@ class AgentConfig(AgentSettings, RunConfig):
     def menu(cls): return agents
     @classmethod
     def settings(cls, given:dict)->dict:
-        algo,cl = given.get("algo", cls.algo),given.get("cl", cls.cl)
+        algo,cl,runner = given.get("algo", cls.algo),given.get("cl", cls.cl),given.get("runner", cls.runner)
         return dict(algo_kw=(f"algo {algo!r}", settings_of(agents[algo], ("seed",))),
-                    cl_kw=(f"cl {cl!r}", settings_of(cl_methods[cl])))
+                    cl_kw=(f"cl {cl!r}", settings_of(cl_methods[cl])),
+                    runner_kw=(f"runner {runner!r}", settings_of(runners[runner], ("cfg", "exp"))))
 
 # %% ../../nbs/crl/08_config.ipynb #c780000a
 SMOKE = dict(cycles=2, steps_per_task=128, eval_every=64, n_trials=2)

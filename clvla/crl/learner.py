@@ -13,11 +13,10 @@ from fastcore.basics import patch
 from ..core.batch import torch_rng
 from ..core.files import write_json
 from ..core.progress import emit
-from .all import make_agent, make_cl
+from .all import make_agent, make_cl, make_runner
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
-from .experiment import Experiment, Spaces, spaces_of
-from .runner import Examiner, Lanes
+from .experiment import Spaces
 from ..data.streams import stream_json
 from ..envs.all import kind_of
 from ..eval.metrics import from_records, record_key, to_json
@@ -41,7 +40,9 @@ def check_agent(
     "Look up every name of a config and build each environment once; ValueError says what was probably meant."
     exp = experiment_of(cfg)
     agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
-    spaces = spaces_of(exp, cfg.image_size)
+    runner = make_runner(cfg.runner, cfg, exp, **cfg.runner_kw)
+    runner.check(agent)
+    spaces = runner.spaces()
     told = len(exp.trained) if cfg.tell_task else 0
     spaces = Spaces(spaces.image_size, spaces.state+told, spaces.n_actions)
     agent.check(exp, spaces)
@@ -59,6 +60,7 @@ class AgentLearner(OnStream):
         self.exp,self.spaces = check_agent(cfg)
         self.stream,self.acc = self.exp.stream,make_accelerator(cfg)
         self.agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
+        self.runner = make_runner(cfg.runner, cfg, self.exp, **cfg.runner_kw)
         self.cl = make_cl(cfg.cl, **cfg.cl_kw)
         self.cl.bind(self.agent)
         self.t,self.step,self.frames = 0,None,0
@@ -97,8 +99,7 @@ def build(self:AgentLearner,
     cfg,self.shell = self.cfg,shell
     torch.set_num_threads(cfg.threads)
     self.agent.build(self.exp, self.spaces, self.acc.device)
-    tasks = {i: (self.stream[i].env, self.mark(i)) for i in self.stream.ids}
-    self.examiner = Examiner(tasks, self.exp.eval_episodes, cfg.image_size, cfg.seed)
+    self.examiner = self.runner.examiner({i: self.mark(i) for i in self.stream.ids})
     write_json(shell.run.path/"stream.json", self.described())
 
 @patch
@@ -117,10 +118,9 @@ def begin(self:AgentLearner, stage:Stage):
     self.lanes,self.draws = self.make_lanes(stage),torch_rng(self.cfg.seed, "actions", stage.t)
 
 @patch
-def make_lanes(self:AgentLearner, stage:Stage)->Lanes:
+def make_lanes(self:AgentLearner, stage:Stage):
     "The environments of a stage, at the beginning of their first episodes."
-    spec = self.stream[stage.name].env
-    return Lanes(spec, self.agent.n_envs, self.cfg.image_size, self.cfg.seed, (stage.t,), self.mark(stage.name))
+    return self.runner.lanes(self.exp.stages[stage.t], self.agent, self.mark(stage.name))
 
 @patch
 def fit(self:AgentLearner, stage:Stage):
@@ -217,9 +217,9 @@ def documents(self:AgentLearner, records:list)->dict:
 
 @patch
 def versions(self:AgentLearner)->dict:
-    "Versions of the simulators' assets, as `OnStream`."
+    "Versions of the simulators' assets, as `OnStream`, and of what the runner plays with."
     assets = sorted({version for task in self.stream.tasks for version in kind_of(task).identity(task.env).values()})
-    return dict(assets=" ".join(assets)) if assets else {}
+    return (dict(assets=" ".join(assets)) if assets else {}) | self.runner.versions()
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00014
 def curves_of(
