@@ -33,7 +33,8 @@ def make_cl(
     return cl_methods[name](**settings)
 
 # %% ../../nbs/crl/90_all.ipynb #8c834a2a
-runners = Registry("runner", sync="clvla.crl.runner:Runner")
+runners = Registry("runner", sync="clvla.crl.runner:Runner", parallel="clvla.crl.actors:Parallel",
+                   actors="clvla.crl.actors:Actors")
 
 def make_runner(
     name:str,   # a key of `runners`
