@@ -140,7 +140,7 @@ def check(self:CLEAR, exp, spaces):
     IMPALA.check(self, exp, spaces)
     need,there = self.frames*frame_bytes(spaces),os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
     if need > there and not self.file:
-        raise ValueError(f"the memory of {size_text(self.frames, spaces)}, is larger than this machine's {there/1e9:.1f} GB; "
+        raise ValueError(f"the memory of {size_text(self.frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; "
                          "set file=True, which puts it into the run's folder, or keep fewer frames")
 
 @patch

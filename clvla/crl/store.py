@@ -29,7 +29,7 @@ def size_text(
 )->str:
     "A memory's size in frames and in bytes."
     b = frame_bytes(spaces)
-    return f"{frames:,} frames of {b:,} bytes, {frames*b/1e9:,.3f} GB"
+    return f"{frames:,} frames of {b:,} bytes, {frames*b/1e6:,.1f} MB"
 
 # %% ../../nbs/crl/15_store.ipynb #c7f0000f
 HEADER = np.dtype([("serial", "<i8"), ("sum", "<u4"), ("cuts", "<u4")])   # which unroll; its CRC-32; its observations of `cut`
@@ -160,7 +160,7 @@ def check_room(
     "ValueError when a disk has too little room for a file."
     free = os.statvfs(folder)
     free = free.f_bavail*free.f_frsize
-    if need > free: raise ValueError(f"the memory needs {need/1e9:,.3f} GB in {folder}, its disk has {free/1e9:,.3f} GB; "
+    if need > free: raise ValueError(f"the memory needs {need/1e6:,.1f} MB in {folder}, its disk has {free/1e6:,.1f} MB; "
                                      "keep fewer frames, or choose another run_dir")
 
 # %% ../../nbs/crl/15_store.ipynb #c7f0001a
