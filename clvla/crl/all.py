@@ -9,7 +9,7 @@ __all__ = ['agents', 'cl_methods', 'runners', 'make_agent', 'make_cl', 'make_run
 from ..core.names import Registry
 
 # %% ../../nbs/crl/90_all.ipynb #c7900005
-agents = Registry("agent", random="clvla.crl.agent:Agent", ppo="clvla.crl.ppo:PPO", impala="clvla.crl.impala:IMPALA",
+agents = Registry("agent", random="clvla.crl.agent:Random", ppo="clvla.crl.ppo:PPO", impala="clvla.crl.impala:IMPALA",
                   clear="clvla.crl.clear:CLEAR", progress_compress="clvla.crl.progress_compress:ProgressCompress",
                   sane="clvla.crl.sane:SANE")
 
@@ -33,8 +33,8 @@ def make_cl(
     return cl_methods[name](**settings)
 
 # %% ../../nbs/crl/90_all.ipynb #8c834a2a
-runners = Registry("runner", sync="clvla.crl.runner:Runner", parallel="clvla.crl.actors:Parallel",
-                   actors="clvla.crl.actors:Actors")
+runners = Registry("runner", sync="clvla.crl.runner:Runner", batched="clvla.crl.engine:Batched",
+                   parallel="clvla.crl.actors:Parallel", actors="clvla.crl.actors:Actors", ray="clvla.crl.ray:RayActors")
 
 def make_runner(
     name:str,   # a key of `runners`

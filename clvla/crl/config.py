@@ -27,7 +27,7 @@ class AgentSettings:
     algo_kw:dict = field(default_factory=dict) # settings of the agent
     cl:str = "none"         # method against forgetting: none, ewc, online_ewc
     cl_kw:dict = field(default_factory=dict) # settings of that method
-    runner:str = "sync"     # what plays: sync, parallel, actors, ray
+    runner:str = "sync"     # what plays: sync, batched, parallel, actors, ray
     runner_kw:dict = field(default_factory=dict) # settings of that runner
     ADDED = ("cl", "cl_kw", "runner", "runner_kw")   # they came later: `identity` leaves out a default
     NOT_NEGATIVE = ("cycles", "steps_per_task", "eval_every", "n_trials", "image_size")

@@ -92,7 +92,7 @@ class IMPALA(Agent):
 
     def check(self, exp, spaces): check_picture(spaces.image_size)
 
-    def make_net(self, spaces)->PictureNet: return PictureNet(spaces.image_size, spaces.state, spaces.largest, **self.sizes)
+    def make_net(self, spaces)->PictureNet: return PictureNet(spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
 
 # %% ../../nbs/crl/04_impala.ipynb #c740000c
 @patch

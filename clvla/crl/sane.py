@@ -46,7 +46,7 @@ class Node(CLEAR):
         super().__init__(seed_of(seed, "node", number) if number else seed, **settings)
         self.number,self.uncertainty_weight = number,uncertainty_weight
 
-    def make_net(self, spaces)->UncertainNet: return UncertainNet(spaces.image_size, spaces.state, spaces.largest, **self.sizes)
+    def make_net(self, spaces)->UncertainNet: return UncertainNet(spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
     def build(self, exp, spaces, device="cpu"):
         super().build(exp, spaces, device)
         self.set_anchor()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from torch import nn
-from .agent import OBSERVED
+from .agent import OBSERVED, draw_for
 from ..envs.worker import memory_arrays
 
 # %% ../../nbs/crl/12_slab.ipynb #c7c00007
@@ -21,7 +21,7 @@ def blank_obs(
     n:int
 )->dict:
     "Empty observations of `n` environments."
-    return dict(image=torch.zeros(n, spaces.image_size, spaces.image_size, 3, dtype=torch.uint8),
+    return dict(image=torch.zeros(n, spaces.image_size, spaces.image_size, spaces.planes, dtype=torch.uint8),
                 state=torch.zeros(n, spaces.state), n_actions=torch.full((n,), spaces.largest))
 
 def slot_fields(
@@ -31,7 +31,8 @@ def slot_fields(
 )->dict:         # name -> shape, dtype
     "What a slot holds."
     obs = blank_obs(agent.spaces, E)
-    rows = {k: v.numpy() for k,v in (obs | agent.act(obs, torch.zeros(E))).items()}
+    draws = draw_for(E, agent.spaces.box*agent.spaces.largest, torch.Generator())
+    rows = {k: v.numpy() for k,v in (obs | agent.act(obs, draws)).items()}
     fields = {k: ((horizon, *a.shape), a.dtype.str) for k,a in rows.items()}
     fields |= dict(reward=((horizon, E), "<f4"), terminated=((horizon, E), "|b1"), truncated=((horizon, E), "|b1"))
     fields |= {f"cut.{k}": ((horizon*E, *rows[k].shape[1:]), rows[k].dtype.str) for k in OBSERVED}

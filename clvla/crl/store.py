@@ -21,7 +21,7 @@ def frame_bytes(
     spaces:Spaces # with the state vector that the agent sees
 )->int:
     "Bytes of one remembered step (eq. 1)."
-    return 3*spaces.image_size**2 + 4*spaces.state + 8 + 8 + 4*(spaces.largest+3) + 2
+    return spaces.planes*spaces.image_size**2 + 4*spaces.state + 8 + 8 + 4*(spaces.largest+3) + 2
 
 def size_text(
     frames:int,

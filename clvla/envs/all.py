@@ -17,7 +17,8 @@ from .kind import Kind
 # %% ../../nbs/envs/06_all.ipynb #f281ed79
 kinds = Registry("kind of environment", metaworld="clvla.envs.metaworld.kind:metaworld",
                  libero="clvla.envs.libero.kind:libero", gym="clvla.envs.gym.kind:gym",
-                 dot="clvla.envs.dot:dot")
+                 atari="clvla.envs.gym.games:atari", procgen="clvla.envs.gym.games:procgen",
+                 grids="clvla.envs.gym.games:grids", arm="clvla.envs.gym.games:arm", dot="clvla.envs.dot:dot")
 
 def kind_of(
     task # a `Task`, or the spec of an environment

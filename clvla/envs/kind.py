@@ -47,6 +47,9 @@ class Kind:
     def streams(self)->dict: return {}                     # name -> Stream
     def adopt(self, tasks:list, options)->list: return tasks # `options`: what the user says of the data sets, or None
     def identity(self, spec:dict)->dict: return {}         # e.g. {"assets": version}
+    def engine(self, spec:dict, seeds:list, threads:int=1): # many environments that step together, where it has them
+        raise ValueError(f"{self.label or spec.get('kind')} has no engine that steps many environments together; take runner='sync'")
+    def sizes(self, spec:dict)->dict: return self.engine(spec, [])   # of a task in an engine: picture, state, n_actions, action_dim
     def folder(self, spec:dict)->str:                      # what sets the spec apart from the task's usual one
         cameras = spec.get("cameras", {})
         sized = cameras.items() if isinstance(cameras, dict) else [(name, None) for name in cameras]
