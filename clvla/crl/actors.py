@@ -55,7 +55,7 @@ def agent_copy(cfg:dict):
 def begin_lanes(cfg:dict, stage:dict, start:dict)->Lanes:
     "An actor's environments, where they shall begin."
     lanes = Lanes(stage["spec"], cfg["E"], cfg["spaces"]["image_size"], cfg["seed"], (stage["t"], cfg["number"]), stage["mark"])
-    if any(seen >= 0 for seen in start["seen"]): lanes.load_state_dict(start)   # -1: at the start of its first episode
+    if any(seen >= 0 for seen in start["seen"]): lanes.load_state_dict(start | dict(finished=[]))   # -1: at the start of its first episode
     return lanes
 
 def play_rollout(cfg:dict, stage:dict, lanes:Lanes, agent, order:dict)->dict:
@@ -77,10 +77,10 @@ def write_start(
     memory["begin.episode"][number],memory["begin.seen"][number] = start["episode"],start["seen"]
 
 def read_start(memory:dict, number:int)->dict:
-    "What `write_start` wrote, as `Lanes.load_state_dict` takes it."
+    "What `write_start` wrote."
     steps = memory["begin.steps"][number]
     actions = [row[:n].tolist() for row,n in zip(memory["begin.actions"][number], steps)]
-    return dict(episode=memory["begin.episode"][number].tolist(), seen=memory["begin.seen"][number].tolist(), actions=actions, finished=[])
+    return dict(episode=memory["begin.episode"][number].tolist(), seen=memory["begin.seen"][number].tolist(), actions=actions)
 
 # %% ../../nbs/crl/14_actors.ipynb #c7e0000f
 def first_start(E:int)->dict:

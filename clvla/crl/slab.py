@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LONGEST', 'OWN', 'blank_obs', 'slot_fields', 'slab_layout', 'put_rollout', 'slot_rollout', 'join', 'Weights',
-           'load_bytes']
+           'weight_bytes', 'load_bytes']
 
 # %% ../../nbs/crl/12_slab.ipynb #c7c00002
 import zlib
@@ -122,11 +122,7 @@ class Weights:
         "Write the weights of a network; the learner alone."
         block = self.blocks[version%2]
         self.versions[0] = version
-        start = 0
-        for tensor in net.state_dict().values():
-            part = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            block[start:start+len(part)] = part
-            start += len(part)
+        block[:] = weight_bytes(net)
         self.versions[2+version%2] = zlib.crc32(block)
         self.versions[1] = version
 
@@ -143,9 +139,14 @@ class Weights:
         load_bytes(net, copy)
         return version
 
+def weight_bytes(net:nn.Module)->np.ndarray:   # (n,) uint8
+    "A network's weights, one behind the other."
+    parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in net.state_dict().values()]
+    return torch.cat(parts).numpy()
+
 def load_bytes(
     net:nn.Module,
-    data:np.ndarray # (n,) uint8, as `publish` lays weights out
+    data:np.ndarray # (n,) uint8, as `weight_bytes` lays weights out
 ):
     "Give a network the weights in `data`."
     start = 0
