@@ -72,7 +72,7 @@ def write_start(
     "Tell an actor where its environments begin."
     for e,actions in enumerate(start["actions"]):
         if len(actions) > LONGEST: raise ValueError(f"an episode has {len(actions):,} steps, an actor repeats at most {LONGEST:,}")
-        memory["begin.actions"][number, e, :len(actions)] = actions
+        if actions: memory["begin.actions"][number, e, :len(actions)] = actions
     memory["begin.steps"][number] = [len(actions) for actions in start["actions"]]
     memory["begin.episode"][number],memory["begin.seen"][number] = start["episode"],start["seen"]
 
