@@ -179,7 +179,7 @@ def test_a_pair_is_evaluated_and_never_trained(tmp_path):
 
 
 @pytest.mark.parametrize("kw, says", [
-    (dict(suite="dot_2"), "continuous actions"), (dict(suite="dots"), "there is no experiment 'dots'"), (dict(suite="procgen_6_tasks_5_cycles"), "cannot be made"),
+    (dict(suite="dot_2", algo="impala", algo_kw={}), "continuous actions"), (dict(suite="dots"), "there is no experiment 'dots'"), (dict(suite="minihack_nav_paired_2_cycles"), "cannot be made"),
     (dict(suite="chores_sequential_multi_traj"), "crl_alfred"), (dict(algo="pppo"), "did you mean 'ppo'"), (dict(cl="ewcc"), "did you mean 'ewc'"), (dict(cl_kw=dict(ewc_lam=1.)), "it takes no settings"), (dict(algo_kw=dict(gama=1.)), "did you mean 'gamma'"),
     (dict(algo_kw=dict(gamma=2.)), "gamma must be"), (dict(num_processes=2), "one process"), (dict(precision="bf16"), "float32"),
     (dict(cycles=-1), "cycles must not be negative"), (dict(algo_kw=dict(horizon=0)), "horizon must be"), (dict(image_size=2), "at least 4 pixels")])

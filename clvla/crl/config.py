@@ -9,6 +9,7 @@ __all__ = ['SUITE', 'SMOKE', 'SMOKE_AGENT', 'AgentSettings', 'AgentConfig', 'exp
 from dataclasses import dataclass, field, replace
 from .all import agents, cl_methods, runners
 from .experiment import Experiment, agents_of, make_experiment
+from .presets import preset_of
 from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, with_folders
 from ..run.plugins import plugins_of
 from ..train.config import stream_name
@@ -29,7 +30,8 @@ class AgentSettings:
     cl_kw:dict = field(default_factory=dict) # settings of that method
     runner:str = "sync"     # what plays: sync, batched, parallel, actors, ray
     runner_kw:dict = field(default_factory=dict) # settings of that runner
-    ADDED = ("cl", "cl_kw", "runner", "runner_kw")   # they came later: `identity` leaves out a default
+    preset:str = ""         # named settings of the agent, a key of `crl.presets.presets`
+    ADDED = ("cl", "cl_kw", "runner", "runner_kw", "preset")   # they came later: `identity` leaves out a default
     NOT_NEGATIVE = ("cycles", "steps_per_task", "eval_every", "n_trials", "image_size")
 
 SUITE = dict(base="dot_3", env=dict(discrete=True), name="dots")   # three tasks that need no further package
@@ -70,6 +72,7 @@ def resolve_agent(
         raise ValueError(f"an agent learns in one process and in float32, found num_processes {cfg.num_processes}, machines "
                          f"{cfg.machines!r} and precision {cfg.precision!r}; set them to 1, '' and 'no'")
     check_machine(cfg)
+    cfg = replace(cfg, algo_kw=preset_of(cfg.preset, cfg.algo)|cfg.algo_kw)
     if cfg.smoke: cfg = smaller(cfg)
     exp = experiment_of(cfg)
     return replace(cfg, cycles=exp.stream.cycles, steps_per_task=exp.steps, eval_every=exp.eval_every,

@@ -53,7 +53,7 @@ class PictureNet(nn.Module):
             self.logits.bias.zero_()
 
     def features(self, obs:dict)->torch.Tensor:   # (B,hidden)
-        x = self.look(obs["image"].permute(0, 3, 1, 2).float()/255-.5)
+        x = self.look(obs["image"].permute(0, 3, 1, 2).float().mul_(1/255).sub_(.5))   # in place: no second copy of a batch
         return self.think(torch.cat([x, obs["state"]], 1))
 
     def forward(self,

@@ -101,8 +101,9 @@ def step(self:OnPolicy, rows:dict)->tuple:   # metrics of the minibatch, whether
     "One optimizer step, unless the actor is too far from the one that played."
     n,parts = len(rows["logp_old"]),[]
     self.opt.zero_grad()
-    for part in torch.arange(n).chunk(self.accumulation):
-        loss,info = self.loss({k: v[part.to(v.device)] for k,v in rows.items()})
+    split = [slice(None)] if self.accumulation == 1 else torch.arange(n).chunk(self.accumulation)
+    for part in split:
+        loss,info = self.loss({k: v[part] for k,v in rows.items()})
         (loss.sum()/n).backward()
         parts.append({"loss": loss.detach(), **info})
     info = {k: torch.cat([p[k] for p in parts]).mean() for k in parts[0]}
@@ -172,7 +173,7 @@ def check_rollout(
     if len(set(sizes.values())) > 1 or not sizes["x"]:
         raise ValueError(f"each entry of a rollout has one row for each chunk, and at least one, found {sizes}")
     for k in keys:
-        if not torch.isfinite(rollout[k]).all():
+        if rollout[k].is_floating_point() and not torch.isfinite(rollout[k]).all():
             raise ValueError(f"the rollout's {k} has values that are not finite; leave out their episodes")
 
 def check_ends(
