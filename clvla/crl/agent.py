@@ -55,6 +55,7 @@ def ends_of(
 class Agent:
     "What an agent answers. This one chooses evenly among discrete actions and learns nothing."
     penalised,penalty,boxes = False,None,False   # `boxes`: whether it takes continuous actions
+    home,keep,off_policy = None,3,False
     def __init__(self,
         seed:int=0,    # of the run
         n_envs:int=8,  # environments that are played at the same time
@@ -75,6 +76,9 @@ class Agent:
     def on_cycle_end(self, cycle:int): pass
     def on_task_start(self, stage): pass
     def on_task_end(self, stage): pass
+    def acting(self): return None
+    def about(self)->list: return []
+    def saved(self): pass
     def state_dict(self)->dict: return {}
     def load_state_dict(self, state:dict): pass
 

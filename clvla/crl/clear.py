@@ -6,13 +6,16 @@
 __all__ = ['unrolls_of', 'rollout_of', 'Unrolls', 'cloning_loss', 'CLEAR']
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500002
+import heapq, os
+from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import check_number
+from ..cl.base import check_flag, check_number
 from ..cl.derpp import softened
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
 from .impala import IMPALA
+from .store import UnrollFile, frame_bytes, size_text
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500007
 def unrolls_of(
@@ -41,11 +44,13 @@ class Unrolls:
     def __init__(self,
         frames:int,    # most steps that are kept
         horizon:int,   # steps of an unroll; shorter ones are not kept
-        seed:int=0
+        seed:int=0,
+        file=None      # an `UnrollFile` for them; None: working memory
     ):
         if frames < horizon: raise ValueError(f"a memory of {frames} frames holds no unroll of {horizon} steps; enlarge it")
         self.most,self.horizon,self.rng = frames//horizon,horizon,torch_rng(seed, "unrolls")
-        self.keys,self.items = [],[]
+        self.file,self.keys,self.heap = file,[],[]   # `heap`: (key, place) of each, the least key first
+        self.items = [] if file is None else file
 
     def __len__(self): return len(self.items)
     def add(self, rollout:dict):
@@ -56,19 +61,32 @@ class Unrolls:
     def offer(self, key:float, unroll:dict):
         "Keep an unroll, unless there are enough with larger keys."
         if len(self) < self.most:
-            self.keys.append(key)
             self.items.append(unroll)
-        elif key > (least := min(self.keys)):
-            place = self.keys.index(least)
-            self.keys[place],self.items[place] = key,unroll
+            self.keys.append(key)
+            return
+        if len(self.heap) != len(self):   # full for the first time, or loaded
+            self.heap = [(k, place) for place,k in enumerate(self.keys)]
+            heapq.heapify(self.heap)
+        least,place = self.heap[0]
+        if key <= least: return
+        self.items[place] = unroll
+        self.keys[place] = key
+        heapq.heapreplace(self.heap, (key, place))
 
     def draw(self, n:int)->dict:   # rollout of `n` unrolls, each at most once
         chosen = torch.randperm(len(self), generator=self.rng)[:n].tolist()
         return rollout_of([self.items[k] for k in chosen])
 
-    def state_dict(self): return dict(keys=list(self.keys), items=list(self.items), rng=rng_state(self.rng))
+    def state_dict(self):
+        items = list(self.items) if self.file is None else self.file.state_dict()
+        return dict(keys=list(self.keys), items=items, rng=rng_state(self.rng))
+
     def load_state_dict(self, state):
-        self.keys,self.items = list(state["keys"]),list(state["items"])
+        if (self.file is None) != isinstance(state["items"], list):
+            raise ValueError("the stored memory lies elsewhere: start with the same setting `file`, or in a new run_dir")
+        self.keys,self.heap = list(state["keys"]),[]
+        if self.file is None: self.items = list(state["items"])
+        else: self.file.load_state_dict(state["items"])
         set_rng_state(self.rng, state["rng"])
 
 # %% ../../nbs/crl/05_clear.ipynb #c750000d
@@ -92,6 +110,7 @@ class CLEAR(IMPALA):
         n_envs:int=8,           # environments at a time
         horizon:int=20,         # steps in each of them between two updates
         frames:int=50_000,      # steps that the memory holds
+        file:bool=False,        # the memory lies in a file of the run's folder
         replay:float=1.,        # remembered unrolls for each new one
         policy_cloning:float=.01,
         value_cloning:float=.005,
@@ -110,7 +129,38 @@ class CLEAR(IMPALA):
                          clip_reward, channels, hidden)
         named = dict(replay=replay, policy_cloning=policy_cloning, value_cloning=value_cloning)
         for name,x in named.items(): check_number(name, x, 0)
-        self.replay,self.weights,self.memory = replay,(policy_cloning, value_cloning),Unrolls(frames, horizon, seed)
+        check_flag("file", file)
+        self.replay,self.weights,self.frames,self.file = replay,(policy_cloning, value_cloning),frames,file
+        self.memory = Unrolls(frames, horizon, seed)
+
+# %% ../../nbs/crl/05_clear.ipynb #c7500031
+@patch
+def check(self:CLEAR, exp, spaces):
+    "ValueError for a memory larger than the machine's."
+    IMPALA.check(self, exp, spaces)
+    need,there = self.frames*frame_bytes(spaces),os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
+    if need > there and not self.file:
+        raise ValueError(f"the memory of {size_text(self.frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; "
+                         "set file=True, which puts it into the run's folder, or keep fewer frames")
+
+@patch
+def build(self:CLEAR, exp, spaces, device="cpu"):
+    "IMPALA's networks, and the memory's file where there shall be one."
+    IMPALA.build(self, exp, spaces, device)
+    if not self.file: return
+    if self.home is None: raise ValueError("a memory in a file needs a folder; a run gives it, alone set agent.home first")
+    file = UnrollFile(Path(self.home)/"unrolls.bin", self.memory.most, self.keep)
+    self.memory = Unrolls(self.frames, self.horizon, self.seed, file)
+
+@patch
+def about(self:CLEAR)->list:
+    "What the memory takes."
+    return [f"memory: {size_text(self.frames, self.spaces)}, in {self.memory.file.path if self.file else 'working memory'}"]
+
+@patch
+def saved(self:CLEAR):
+    "Rows of the memory's file that no kept checkpoint needs may be written again."
+    if self.file: self.memory.file.saved()
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500011
 @patch

@@ -28,7 +28,7 @@ class AgentSettings:
     algo_kw:dict = field(default_factory=dict) # settings of the agent
     cl:str = "none"         # method against forgetting: none, ewc, online_ewc
     cl_kw:dict = field(default_factory=dict) # settings of that method
-    runner:str = "sync"     # what plays: sync, batched
+    runner:str = "sync"     # what plays: sync, batched, parallel, actors, ray
     runner_kw:dict = field(default_factory=dict) # settings of that runner
     preset:str = ""         # named settings of the agent, a key of `crl.presets.presets`
     ADDED = ("cl", "cl_kw", "runner", "runner_kw", "preset")   # they came later: `identity` leaves out a default

@@ -61,7 +61,7 @@ def actor_critic_loss(
 # %% ../../nbs/crl/04_impala.ipynb #c740000b
 class IMPALA(Agent):
     "Actor and critic with V-trace."
-    penalised = True
+    penalised = off_policy = True
     def __init__(self,
         seed:int=0,
         n_envs:int=8,           # environments at a time
@@ -104,6 +104,9 @@ def build(self:IMPALA, exp, spaces, device="cpu"):
     self.actor.load_state_dict(self.net.state_dict())
     self.opt = torch.optim.RMSprop(self.net.parameters(), lr=self.lr, alpha=.99, eps=1e-5)
     self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag)   # the first is what acts
+
+@patch
+def acting(self:IMPALA)->PictureNet: return self.actor
 
 @patch
 @torch.no_grad()

@@ -74,7 +74,8 @@ class AgentLearner(OnStream):
         self.runner = make_runner(cfg.runner, cfg, self.exp, **cfg.runner_kw)
         self.cl = make_cl(cfg.cl, **cfg.cl_kw)
         self.cl.bind(self.agent)
-        self.t,self.step,self.frames = 0,None,0
+        self.agent.home,self.agent.keep = Path(cfg.run_dir)/"replay",cfg.keep
+        self.t,self.step,self.frames,self.offered = 0,None,0,None   # `offered`: position of the last `state_dict`
         self.lanes = self.draws = self.examiner = None
 
     @property
@@ -97,7 +98,7 @@ class AgentLearner(OnStream):
     def close(self): pass
     def release(self):
         "End the environments."
-        for holder in (self.lanes, self.examiner):
+        for holder in (self.lanes, self.examiner, self.runner):
             if holder: holder.close()
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00009
@@ -111,6 +112,7 @@ def build(self:AgentLearner,
     torch.set_num_threads(cfg.threads)
     self.agent.build(self.exp, self.spaces, self.acc.device)
     self.examiner = self.runner.examiner({i: self.mark(i) for i in self.stream.ids})
+    for line in self.agent.about(): shell.say(line)
     write_json(shell.run.path/"stream.json", self.described())
 
 @patch
@@ -157,9 +159,10 @@ def update(self:AgentLearner, stage:Stage):
     with self.shell.cost.measure("practice"): rollout = self.lanes.play(self.agent, horizon, self.draws)
     numbers = self.agent.learn(rollout)
     self.cl.observe(rollout)
-    self.frames += n*horizon
-    self.stage_frames += n*horizon
-    self.shell.run.log(stage=stage.t, task=stage.name, step=self.step, frames=self.frames, **self.logged(numbers))
+    self.frames += rollout["reward"].numel()
+    self.stage_frames += rollout["reward"].numel()
+    self.shell.run.log(stage=stage.t, task=stage.name, step=self.step, frames=self.frames, **self.logged(numbers),
+                       **self.runner.numbers())
     self.step += 1
     emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t, n_stages=len(self.stages),
          loss=numbers.get("loss"))
@@ -201,6 +204,8 @@ def evaluate(self:AgentLearner, t:int, step=None):
 @patch
 def state_dict(self:AgentLearner)->dict:
     "File -> state."
+    if self.offered is not None and self.shell.saved_position == self.offered: self.agent.saved()
+    self.offered = self.shell.position
     inside = {} if self.step is None else dict(lanes=self.lanes.state_dict(), draws=self.draws.get_state(),
                                                stage_frames=self.stage_frames)
     cl = {} if self.cfg.cl == "none" else dict(cl=self.cl.state_dict())   # without a method as in older checkpoints

@@ -218,3 +218,7 @@ def learn(self:PPO, rollout:dict)->dict:
     rows = dict(rows, x=rows.pop("state"), logp_old=flat(rollout["logp"]), reward=flat(reward), mask=flat(mask),
                 next_v=flat(next_v), done=flat(done))
     return self.learner.update(to_device(rows, self.device))
+
+# %% ../../nbs/crl/03_ppo.ipynb #c7300060
+@patch
+def acting(self:PPO)->PictureNet: return self.net

@@ -206,3 +206,5 @@ class Runner:
         return Examiner(tasks, self.exp.eval_episodes, self.cfg.image_size, self.cfg.seed)
 
     def versions(self)->dict: return {}
+    def numbers(self)->dict: return {}
+    def close(self): pass

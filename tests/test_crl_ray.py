@@ -1,0 +1,54 @@
+"Actors on the nodes of a Ray cluster: one node gets SIGKILL in the middle, and no counted step is lost."
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra: pip install 'clvla[ray]'")
+
+# In a process of its own: Ray keeps threads and a global connection. 127.0.0.2 and 127.0.0.3 are this machine's loopback, and no
+# other machine reaches them; with 127.0.0.1 Ray would look for the head at the machine's outer address.
+CODE = """
+import os, sys, time
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+import ray
+from ray.cluster_utils import Cluster
+size = dict(object_store_memory=100_000_000)
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False, node_ip_address="127.0.0.2", **size))
+node = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3", **size)
+ray.init(address=cluster.address, _node_ip_address="127.0.0.2", logging_level="ERROR", log_to_driver=False)
+from clvla.crl.all import runners
+from clvla.crl.config import AgentConfig
+from clvla.crl.learner import learn_tasks
+from clvla.crl.ray import RayActors
+
+class Fatal(RayActors):
+    "The second node, which has one of two actors, gets SIGKILL behind the third update; a third node comes."
+    def note(self, chosen):
+        super().note(chosen)
+        if self.version != 2: return
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.4", **size)
+        time.sleep(2)   # until the lost node's processes have noticed
+
+runners["fatal"] = Fatal
+learn_tasks(AgentConfig(suite=dict(base="dot_2", env=dict(discrete=True), num_tasks=1, name="dot"), cycles=1, steps_per_task=400, eval_every=400,
+    n_trials=1, image_size=8, threads=1, run_dir=sys.argv[1], data_dir=sys.argv[1]+"-data", algo="impala",
+    algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2), runner="fatal", runner_kw=dict(n_actors=2, ahead=2)), len)
+"""
+
+
+def test_a_killed_node_loses_no_counted_step(tmp_path):
+    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]))
+    p = subprocess.run([sys.executable, "-c", CODE, str(tmp_path/"run")], capture_output=True, text=True, timeout=170, env=env)
+    assert p.returncode == 0, p.stderr[-3000:]
+    logs = [json.loads(line) for line in (tmp_path/"run"/"log.jsonl").read_text().splitlines()]
+    assert logs[-1]["restarts"] >= 1 and logs[0]["restarts"] == 0   # the node had an actor, and it was replaced
+    assert [line["frames"] for line in logs] == [40*(k+1) for k in range(10)]
+    for number in range(2):
+        learnt = [r for line in logs for n, r in line["rollouts"] if n == number]
+        assert learnt == list(range(len(learnt)))   # each once, in order, whatever was lost
+    assert all(lag >= 0 for line in logs for lag in line["lags"])
