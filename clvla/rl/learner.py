@@ -21,6 +21,7 @@ from .all import make_method
 from .along import check_along, make_cl, stages_of
 from .config import PracticeConfig, base_config, resolve_practice
 from .episodes import Recorder, load_episodes, save_episodes
+from .faults import check_round, check_unchanged, frozen_hash
 from .method import PracticeContext
 from ..run.checkpoint import checkpoints
 from ..run.folder import RunFolder
@@ -99,6 +100,7 @@ def build(self:Practice,
     with shell.cost.measure("demonstrations"): stores = prepare(self.stream, base_config(cfg), say)
     policy,self.processor = load_policy(self.base).to(self.acc.device),processor_of(self.base)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
+    self.demo_actions = {i: store.action for i,store in stores.items()}
     self.method.prepare(PracticeContext(cfg=cfg, tasks=self.stream.tasks, policy=policy, processor=self.processor,
                                         data=data, device=self.acc.device, stream=self.stream, cl=self.cl))
     self.load_or_store(checkpoint)
@@ -114,6 +116,7 @@ def load_or_store(self:Practice, checkpoint):
         known = read_base(checkpoint)["sha256"] if checkpoint else None
         save_base(policy, Path(self.cfg.data_dir)/"weights", known, self.shell.say)
     if checkpoint is not None: load_weights(policy, checkpoint)
+    self.frozen = frozen_hash(policy)
 
 @patch
 def find_base(self:Practice)->Path:
@@ -146,6 +149,7 @@ def fit(self:Practice, stage:Stage):
         emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t,
              n_stages=len(self.stages), loss=numbers.get("train/loss"), lr=numbers.get("lr"))
         if self.step%method.updates == 0: method.end()
+    check_unchanged(method.policy, self.frozen)
     method.finish()
     self.t,self.step = stage.t+1,None
 
@@ -180,6 +184,8 @@ def play_round(self:Practice, stage:Stage):
             player.evaluate(self.method.acting, self.processor, starts, noise, info, ids=stage.task_ids,
                             recorder=recorder, on_round=shell.stop.check)
     episodes = recorder.take()
+    check_unchanged(self.method.policy, self.frozen)
+    check_round(episodes, self.demo_actions, shell.say)
     self.rounds.append(sha256(save_episodes(self.round_file(len(self.rounds)), episodes)))
     self.method.add(episodes)
     self.method.begin()
