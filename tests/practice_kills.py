@@ -38,33 +38,49 @@ def start(cfg):
     os._exit(0)
 
 
+def ended(pid):
+    "Exit code of a process, None while it runs."
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
 def finish(cfg):
-    "Wait for a process that goes on with a run."
-    code = os.waitstatus_to_exitcode(os.waitpid(start(cfg), 0)[1])
+    "Wait for a process that goes on with a run; its fingerprint, and the seconds after its first checkpoint."
+    pid, first = start(cfg), None
+    while (code := ended(pid)) is None:
+        if first is None and points(cfg): first = time.monotonic()
+        time.sleep(.01)
     assert code == 0, f"the run that goes on ended with code {code}"
-    return fingerprint(cfg.run_dir)
+    return fingerprint(cfg.run_dir), time.monotonic()-(first or time.monotonic())
 
 
-def killed(cfg, seconds):
-    "Start a run and kill it after some seconds; False when it had ended."
+def points(cfg):
+    "Checkpoints of a run, the newest last."
+    folder = Path(cfg.run_dir)/"checkpoints"
+    return sorted(checkpoints(folder), key=lambda p: p.stat().st_mtime) if folder.exists() else []
+
+
+def killed(cfg, seconds, late):
+    "Start a run and kill it after some seconds, of a late one after its first checkpoint; False when it had ended."
     pid = start(cfg)
+    while late and not points(cfg): time.sleep(.005)
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)   # one that has ended waits for its parent, and takes the signal
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def one(k, kind, config, whole, seconds, rng):
-    "A run that is killed once; what there is to say about it."
+    "A run that is killed once; what there is to say about it. Four of eight are killed late."
+    late = k%8 >= 4
+    longest = seconds[late]
     for attempt in range(20):
         cfg = config(f"{k}-{attempt}", **KINDS[kind])
         share = rng.uniform(0, .95)
-        if killed(cfg, share*seconds): break
-        seconds *= .8
-    folder = Path(cfg.run_dir)
-    points = sorted(checkpoints(folder/"checkpoints"), key=lambda p: p.stat().st_mtime) if (folder/"checkpoints").exists() else []
-    rounds = len(list((folder/"practice").glob("*.safetensors")))
-    found = finish(cfg)
-    return dict(run=k, kind=kind, share=round(share, 3), rounds=rounds, went_on_from=points[-1].name if points else "", same=found == whole, fingerprint=found[:16])
+        if killed(cfg, share*longest, late): break
+        longest *= .8
+    newest, rounds = points(cfg), len(list((Path(cfg.run_dir)/"practice").glob("*.safetensors")))
+    found, _ = finish(cfg)
+    return dict(run=k, kind=kind, late=late, rounds=rounds, went_on_from=newest[-1].name if newest else "", same=found == whole, fingerprint=found[:16])
 
 
 def main():
@@ -78,8 +94,8 @@ def main():
     whole, seconds = {}, {}
     for kind in KINDS:
         began = time.monotonic()
-        whole[kind] = finish(config(f"whole-{kind}", **KINDS[kind]))
-        seconds[kind] = time.monotonic()-began
+        whole[kind], after = finish(config(f"whole-{kind}", **KINDS[kind]))
+        seconds[kind] = (time.monotonic()-began, after)   # of the whole run; after its first checkpoint
     for k in range(args.kills):
         kind = list(KINDS)[k%len(KINDS)]
         append_jsonl(args.out, one(k, kind, config, whole[kind], seconds[kind], rng))

@@ -36,7 +36,7 @@ def why_not(
     "Why an algorithm cannot go with practice."
     cls = type(algo)
     if algo.scope != "current":
-        return "it trains on the data of other tasks, too; leave out stream and cl: all tasks are then practised together"
+        return "it trains on data of other tasks, too; leave out stream and cl: all tasks are then practised together"
     if cls.eval_policy is not CLAlgorithm.eval_policy or cls.eval_key is not CLAlgorithm.eval_key:
         return "it changes the policy for each task, and one policy plays the attempts at all of them"
     if cls.prepare is not CLAlgorithm.prepare or algo.new_params:
@@ -52,13 +52,14 @@ def check_along(
     "ValueError for a stream that cannot be practised, or an algorithm that cannot go with practice."
     if not cfg.stream:
         if cfg.cl == "none" and cfg.cycles == 1: return
-        raise ValueError(f"cl is {cfg.cl!r} and cycles is {cfg.cycles}, which belong to tasks that are practised one after "
-                         "another; set stream to True, or leave both out")
+        raise ValueError(f"cl is {cfg.cl!r} and cycles is {cfg.cycles}, which belong to tasks that are practised one "
+                         "after another; set stream to True, or leave both out")
     if not method.hooks:
-        raise ValueError(f"practice along a stream calls the hooks of cl in each update, and {cfg.algo!r} has updates of its "
-                         "own for an actor beside a frozen policy; take algo 'cloning', or practise the tasks together")
-    if len(stream) < 2: raise ValueError(f"a stream is two tasks or more, found {stream.ids}; name more of them, as in "
-                                         "suite='mw5', or leave out stream")
+        raise ValueError(f"practice along a stream calls the hooks of cl in each update, and {cfg.algo!r} has updates of "
+                         "its own for an actor beside a frozen policy; take algo 'cloning', or practise the tasks together")
+    if len(stream) < 2:
+        raise ValueError(f"a stream is two tasks or more, found {stream.ids}; name more of them, as in suite='mw5', or "
+                         "leave out stream")
     for name in cl_parts(cfg.cl):
         algo = make_algo(name, cfg.seed, **(cfg.cl_kw if name == cfg.cl else cfg.cl_kw.get(name, {})))
         if reason := why_not(algo): raise ValueError(f"cl {name!r} cannot go with practice: {reason}")

@@ -116,6 +116,7 @@ class CloningLoader:
         if any(self.data.own.index[i] for i in self.task_ids): self.p = self.data.own.chances(self.task_ids)
 
     def mixed(self, demos:TaskLoader, n:int, rng)->dict:
+        "n samples, of `demos` and own ones."
         n_own = 0 if self.p is None or self.demo_share == 1 else min(n, max(1, round(n*(1-self.demo_share))))
         batch = demos.next(n-n_own)
         if not n_own: return batch
@@ -133,6 +134,7 @@ class CloningLoader:
 
     def state_dict(self)->dict: return dict(k=self.k, demos=self.demos.state_dict())
     def load_state_dict(self, state):
+        "Go on from a state."
         self.k = state["k"]
         self.demos.load_state_dict(state["demos"])
         self.renew()
@@ -149,8 +151,9 @@ def restrict(
 ):
     "Freeze what shall not learn; ValueError for a policy that has adapters already."
     if trains == "all": return
-    if policy.lora: raise ValueError(f"trains is {trains!r}, and the base has adapters, which learn beside its head as they are; "
-                                     "set trains to 'all', or merge them first")
+    if policy.lora:
+        raise ValueError(f"trains is {trains!r}, and the base has adapters, which learn beside its head as they are; set "
+                         "trains to 'all', or merge them first")
     if trains == "lora":
         add_lora(policy, rank, alpha, seed=seed)
         return
@@ -180,8 +183,9 @@ class Cloning(Method):
 
     def check(self, cfg):
         super().check(cfg)
-        if self.trains != "all" and cfg.lora_rank: raise ValueError(f"trains is {self.trains!r}, and the base has adapters by "
-            f"lora_rank {cfg.lora_rank}, which learn beside its head as they are; set trains to 'all' or lora_rank to 0")
+        if self.trains != "all" and cfg.lora_rank:
+            raise ValueError(f"trains is {self.trains!r}, and the base has adapters by lora_rank {cfg.lora_rank}, which learn "
+                             "beside its head as they are; set trains to 'all' or lora_rank to 0")
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -189,30 +193,38 @@ class Cloning(Method):
         own = Successes(ctx.policy.H, ctx.data.cameras, {t.id: t.prompt for t in ctx.tasks}, self.tau)
         self.data = PracticeData(ctx.data, own)
 
-    def enter(self, stage):
-        "Make the loader and the context of the hooks."
-        self.loader = CloningLoader(self.data, stage.task_ids, self.seed, self.demo_share, self.k)
-        self.stage = CLContext(policy=self.policy, stream=self.ctx.stream, data=self.data, loader=self.loader,
-                               seed=self.seed, task_id=stage.name, t=stage.t, n_steps=stage.n_steps)
+# %% ../../nbs/rl/11_cloning.ipynb #c11000d2
+@patch
+def enter(self:Cloning, stage):
+    "Make the loader and the context of the hooks."
+    self.loader = CloningLoader(self.data, stage.task_ids, self.seed, self.demo_share, self.k)
+    self.stage = CLContext(policy=self.policy, stream=self.ctx.stream, data=self.data, loader=self.loader,
+                           seed=self.seed, task_id=stage.name, t=stage.t, n_steps=stage.n_steps)
 
-    def start(self): call_hook(self.ctx.cl, "on_task_start", self.stage)
-    def finish(self):
-        call_hook(self.ctx.cl, "on_task_end", self.stage)
-        self.loader = self.stage = None
+@patch
+def start(self:Cloning): call_hook(self.ctx.cl, "on_task_start", self.stage)
 
-    def add(self, episodes):
-        if self.demo_share < 1: self.data.own.add(episodes)
+@patch
+def finish(self:Cloning):
+    call_hook(self.ctx.cl, "on_task_end", self.stage)
+    self.loader = self.stage = None
 
-    def begin(self):
-        "A new optimizer and a new average."
-        cfg,self.step = self.ctx.cfg,0
-        self.loader.renew()
-        self.opt = make_optimizer(self.policy, cfg)
-        self.ema = self.stage.average = EMA(self.policy, cfg.ema) if cfg.ema else None
-        self.loop = Loop(self.stage, Engine(self.policy, self.opt, None, cfg.clip or None), guard=self.guard)
+@patch
+def add(self:Cloning, episodes):
+    if self.demo_share < 1: self.data.own.add(episodes)
 
-    def end(self):
-        if self.ema: self.ema.copy_to(self.policy)
+@patch
+def begin(self:Cloning):
+    "A new optimizer and a new average."
+    cfg,self.step = self.ctx.cfg,0
+    self.loader.renew()
+    self.opt = make_optimizer(self.policy, cfg)
+    self.ema = self.stage.average = EMA(self.policy, cfg.ema) if cfg.ema else None
+    self.loop = Loop(self.stage, Engine(self.policy, self.opt, None, cfg.clip or None), guard=self.guard)
+
+@patch
+def end(self:Cloning):
+    if self.ema: self.ema.copy_to(self.policy)
 
 # %% ../../nbs/rl/11_cloning.ipynb #c110000d
 @patch
@@ -246,6 +258,7 @@ def state_dict(self:Cloning)->dict:
 
 @patch
 def load_state_dict(self:Cloning, state):
+    "Go on from a state; the stage has been entered where one was under way."
     self.k,stage = state["k"],state["under_way"]
     if stage is None: return
     self.begin()

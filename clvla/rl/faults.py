@@ -60,14 +60,14 @@ def check_round(
     "Name what is wrong with a round; RuntimeError for a camera that hangs in more than half of the attempts."
     for key,where in stuck(episodes).items():
         task_id,trial = where[0]
-        text = (f"camera {key} hung in {len(where)} of {len(episodes)} attempts, first at task {task_id!r}, trial {trial}: its "
-                "picture stayed the same while the robot moved")
+        text = (f"camera {key} hung in {len(where)} of {len(episodes)} attempts, first at task {task_id!r}, trial {trial}: "
+                "its picture stayed the same while the robot moved")
         if 2*len(where) > len(episodes):
             raise RuntimeError(f"{text}. Look at the camera or the renderer, and start in a new run_dir")
         say(text)
     for task_id,(own,demo) in saturated(episodes, demo_actions).items():
-        say(f"{100*own:.0f} % of the numbers in the actions at {task_id!r} are at or beyond their bounds of -1 and 1, in the "
-            f"demonstrations {100*demo:.0f} %: what is beyond is clipped; lower lr, std or updates")
+        say(f"{100*own:.0f} % of the numbers in the actions at {task_id!r} are at or beyond their bounds of -1 and 1, in "
+            f"the demonstrations {100*demo:.0f} %: what is beyond is clipped; lower lr, std or updates")
 
 # %% ../../nbs/rl/24_faults.ipynb #c2400014
 def frozen_hash(
@@ -86,5 +86,6 @@ def check_unchanged(
 ):
     "RuntimeError when the frozen weights are other ones by now."
     now = frozen_hash(policy)
-    if now != known: raise RuntimeError(f"the frozen weights of the policy changed while it practised: their SHA-256 was "
-        f"{known[:12]} and is {now[:12]}. Something trains them; nothing of this round was kept")
+    if now != known:
+        raise RuntimeError(f"the frozen weights of the policy changed while it practised: their SHA-256 was {known[:12]} and "
+                           f"is {now[:12]}. Something trains them; nothing of this round was kept")

@@ -170,6 +170,7 @@ def starts_of(
     n = min(cfg.round_episodes, cfg.episodes-r*cfg.round_episodes)
     return [trial_number("practice", first+i) for i in range(max(1, n//repeats))]
 
+# %% ../../nbs/rl/21_learner.ipynb #c21000c3
 @patch
 def play_round(self:Practice, stage:Stage):
     "Play the attempts of the next round, store them, and give them to the method."
@@ -191,6 +192,7 @@ def play_round(self:Practice, stage:Stage):
     self.method.begin()
     self.note(stage, r, episodes)
 
+# %% ../../nbs/rl/21_learner.ipynb #c21000c4
 @patch
 def note(self:Practice, stage:Stage, r:int, episodes:list):
     "Log a round and say how it went."
