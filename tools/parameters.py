@@ -26,8 +26,8 @@ def groups_and_menus(page):
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
     if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw=cl_methods)   # agents have no policy
     shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
-    groups, menu = (shared, algos) if page == "run_cl" else ((PracticeConfig, PracticeSettings, *shared), methods)
-    return groups, dict(algo_kw=menu, model_kw=policies)
+    if page == "run_rl": return (PracticeConfig, PracticeSettings, *shared), dict(algo_kw=methods, model_kw=policies, cl_kw=algos)
+    return shared, dict(algo_kw=algos, model_kw=policies)
 
 
 def fields_with_help(groups):

@@ -14,11 +14,12 @@ from ..run.report import stream_of
 # %% ../../nbs/rl/22_gains.ipynb #c2200005
 def before_and_after(
     records:list, # episodes of a run of practice
-    task_id:str
+    task_id:str,
+    last:int=0    # the run's last stage, 0-based
 )->tuple:         # records of the base, records of the result, with one stage for both
     "The episodes before and after practice; ValueError where one of them is missing."
     ended = [r for r in records if r["task"] == task_id and r.get("step") is None]
-    both = tuple([r | dict(stage="end") for r in ended if (r["stage"] < 0) == before] for before in (True, False))
+    both = tuple([r | dict(stage="end") for r in ended if r["stage"] == stage] for stage in (-1, last))
     if not all(both): raise ValueError(f"{task_id} was not evaluated both before and after practice; is the run done?")
     return both
 
@@ -27,8 +28,9 @@ def gains(
 )->Table:   # one row for each task
     "Success before and after, in percent with Wilson's 95 % intervals, and the paired gain in points."
     records,rows = RunFolder(run_dir).episodes(),[]
-    for task_id in stream_of(run_dir)[1]:
-        before,after = before_and_after(records, task_id)
+    stages,ids = stream_of(run_dir)
+    for task_id in ids:
+        before,after = before_and_after(records, task_id, len(stages)-1)
         both = paired(after, before)
         gain = f"{100*both.diff:+.0f} [{100*both.low:+.0f}, {100*both.high:+.0f}]"
         rows.append((task_id, len(before), _rate(before), _rate(after), gain, f"{both.only_a} / {both.only_b}"))

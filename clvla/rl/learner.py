@@ -15,12 +15,13 @@ from ..core.progress import emit
 from ..core.seeds import seed_of
 from ..core.trials import trial_number
 from ..data.loader import TaskData
-from ..eval.metrics import JOINT
 from ..policies.all import load_policy
 from ..policies.weights import load_weights, read_base, save_base, save_policy
 from .all import make_method
+from .along import check_along, make_cl, stages_of
 from .config import PracticeConfig, base_config, resolve_practice
 from .episodes import Recorder, load_episodes, save_episodes
+from .faults import check_round, check_unchanged, frozen_hash
 from .method import PracticeContext
 from ..run.checkpoint import checkpoints
 from ..run.folder import RunFolder
@@ -46,13 +47,16 @@ def check_practice(
     if cfg.patience: raise ValueError(f"patience {cfg.patience} ends the imitation of a task early, and practice has rounds; "
                                       "set patience to 0")
     stream = check(base_config(cfg))
-    make_method(cfg.algo, cfg.seed, **cfg.algo_kw).check(cfg)
+    method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
+    method.check(cfg)
+    check_along(cfg, method, stream)
     Recorder(cfg.stride, cfg.chunk)
     if cfg.init_from: check_init(cfg)
     if cfg.init_from and not Path(cfg.init_from).is_dir():
         raise ValueError(f"init_from {cfg.init_from} is a file; practice needs the folder of a checkpoint, with its processor")
     if cfg.seed >= SEEDS: raise ValueError(f"seed is {cfg.seed}, expected 0..{SEEDS-1}: seeds have practice starts of their own")
-    if (n := cfg.n_rounds*cfg.round_episodes) > STARTS:
+    visits = cfg.cycles if cfg.stream else 1
+    if (n := visits*cfg.n_rounds*cfg.round_episodes) > STARTS:
         raise ValueError(f"{n} attempts at a task are more than the {STARTS} starts of a seed; lower episodes")
     return stream
 
@@ -68,14 +72,11 @@ class Practice(OnStream):
     ):
         self.cfg,self.stream = cfg,check_practice(cfg)
         self.acc,self.evaluator = make_accelerator(cfg),None
-        self.method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
+        self.method,self.cl = make_method(cfg.algo, cfg.seed, **cfg.algo_kw),make_cl(cfg)
         self.t,self.step,self.rounds = 0,None,[]   # SHA-256 of the file of each round that was played
 
     @property
-    def stages(self)->list:
-        ids = self.stream.ids
-        return [Stage(0, ids, ids[0] if len(ids) == 1 else JOINT, self.method.updates*self.cfg.n_rounds)]
-
+    def stages(self)->list: return stages_of(self.cfg, self.stream, self.method.updates)
     @property
     def position(self)->tuple: return self.t,self.step   # as `Imitation`
     def gather_weights(self): return nullcontext()
@@ -83,7 +84,7 @@ class Practice(OnStream):
     def release(self):
         "End the simulators."
         if self.evaluator: self.evaluator.close()
-    def summary(self): return dict(stages=1, rounds=len(self.rounds), base=str(self.base))
+    def summary(self): return dict(stages=len(self.stages), rounds=len(self.rounds), base=str(self.base))
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000a
 @patch
@@ -99,8 +100,9 @@ def build(self:Practice,
     with shell.cost.measure("demonstrations"): stores = prepare(self.stream, base_config(cfg), say)
     policy,self.processor = load_policy(self.base).to(self.acc.device),processor_of(self.base)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
+    self.demo_actions = {i: store.action for i,store in stores.items()}
     self.method.prepare(PracticeContext(cfg=cfg, tasks=self.stream.tasks, policy=policy, processor=self.processor,
-                                        data=data, device=self.acc.device))
+                                        data=data, device=self.acc.device, stream=self.stream, cl=self.cl))
     self.load_or_store(checkpoint)
     self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, cfg.eval_algo(),
                                lambda: self.method.policy)
@@ -114,6 +116,7 @@ def load_or_store(self:Practice, checkpoint):
         known = read_base(checkpoint)["sha256"] if checkpoint else None
         save_base(policy, Path(self.cfg.data_dir)/"weights", known, self.shell.say)
     if checkpoint is not None: load_weights(policy, checkpoint)
+    self.frozen = frozen_hash(policy)
 
 @patch
 def find_base(self:Practice)->Path:
@@ -131,48 +134,65 @@ def find_base(self:Practice)->Path:
 def fit(self:Practice, stage:Stage):
     "Play and learn, round after round, from where it stands."
     method,shell = self.method,self.shell
-    if self.step is None: self.step = 0
+    if self.step is None:
+        self.step = 0
+        method.enter(stage)
+        method.start()
     while self.step < stage.n_steps:
-        if self.step == len(self.rounds)*method.updates:
+        if self.step == self.n_played(stage)*method.updates:
             if self.rounds: shell.save()   # what was learnt is safe before the next attempts
             self.play_round(stage)
         shell.save_if_due()
         numbers = method.update()
         shell.run.log(stage=stage.t, task=stage.name, step=self.step, **numbers)
         self.step += 1
-        emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=0, n_stages=1,
-             loss=numbers.get("train/loss"), lr=numbers.get("lr"))
+        emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t,
+             n_stages=len(self.stages), loss=numbers.get("train/loss"), lr=numbers.get("lr"))
         if self.step%method.updates == 0: method.end()
+    check_unchanged(method.policy, self.frozen)
+    method.finish()
     self.t,self.step = stage.t+1,None
+
+@patch
+def n_played(self:Practice, stage:Stage)->int:
+    "Rounds of a stage that were played."
+    return len(self.rounds)-stage.t*self.cfg.n_rounds
 
 # %% ../../nbs/rl/21_learner.ipynb #c21000c2
 def starts_of(
     cfg:PracticeConfig,
-    r:int,        # round, 0-based
-    repeats:int=1 # attempts from each start
+    r:int,        # round of a stage, 0-based
+    repeats:int=1,# attempts from each start
+    visit:int=0   # stages of the same task before this one
 )->list:          # trial numbers
     "The starts of a round, the same for every task."
-    first = cfg.seed*STARTS+r*cfg.round_episodes
+    first = cfg.seed*STARTS+(visit*cfg.n_rounds+r)*cfg.round_episodes
     n = min(cfg.round_episodes, cfg.episodes-r*cfg.round_episodes)
     return [trial_number("practice", first+i) for i in range(max(1, n//repeats))]
 
+# %% ../../nbs/rl/21_learner.ipynb #c21000c3
 @patch
 def play_round(self:Practice, stage:Stage):
     "Play the attempts of the next round, store them, and give them to the method."
-    cfg,shell,r = self.cfg,self.shell,len(self.rounds)
+    cfg,shell,r = self.cfg,self.shell,self.n_played(stage)
+    visit = [s.name for s in self.stages[:stage.t]].count(stage.name)
     recorder = Recorder(cfg.stride, self.method.policy.H)
     player,info = self.evaluator.player_for(self.method.policy),dict(stage=stage.t, after=stage.name, step=self.step)
     with shell.cost.measure("practice"), one_thread():
         for repeat in range(self.method.repeats):
             noise = seed_of(cfg.seed, "repeat", repeat) if repeat else cfg.seed
-            player.evaluate(self.method.acting, self.processor, starts_of(cfg, r, self.method.repeats), noise, info,
+            starts = starts_of(cfg, r, self.method.repeats, visit)
+            player.evaluate(self.method.acting, self.processor, starts, noise, info, ids=stage.task_ids,
                             recorder=recorder, on_round=shell.stop.check)
     episodes = recorder.take()
-    self.rounds.append(sha256(save_episodes(self.round_file(r), episodes)))
+    check_unchanged(self.method.policy, self.frozen)
+    check_round(episodes, self.demo_actions, shell.say)
+    self.rounds.append(sha256(save_episodes(self.round_file(len(self.rounds)), episodes)))
     self.method.add(episodes)
     self.method.begin()
     self.note(stage, r, episodes)
 
+# %% ../../nbs/rl/21_learner.ipynb #c21000c4
 @patch
 def note(self:Practice, stage:Stage, r:int, episodes:list):
     "Log a round and say how it went."
@@ -181,11 +201,13 @@ def note(self:Practice, stage:Stage, r:int, episodes:list):
     success = {i: sum(of)/len(of) for i,of in won.items()}
     shell.run.log(stage=stage.t, task=stage.name, step=self.step, round=r, attempts=len(episodes),
                   **{f"practice/success/{i}": p for i,p in success.items()})
-    shell.say(f"round {r+1} of {cfg.n_rounds}: {100*sum(success.values())/len(success):.0f} % of the attempts succeeded")
+    where = f"{stage.name}, " if cfg.stream else ""
+    percent = 100*sum(success.values())/len(success)
+    shell.say(f"{where}round {r+1} of {cfg.n_rounds}: {percent:.0f} % of the attempts succeeded")
 
 @patch
 def round_file(self:Practice, r:int)->Path:
-    "Where the attempts of a round are kept."
+    "Where the attempts of the run's round `r` are kept."
     folder = self.shell.run.path/"practice"
     folder.mkdir(exist_ok=True)
     return folder/f"round-{r:03d}.safetensors"
@@ -195,6 +217,9 @@ def round_file(self:Practice, r:int)->Path:
 def evaluate(self:Practice, t:int, step=None):
     "Play the reporting starts, with the base policy (t = -1) or with what it has become."
     if self.cfg.evaluate == "none": return
+    if self.cfg.stream and t >= 0:
+        self.evaluator.evaluate(t)   # of the tasks so far, or of all
+        return
     name = self.stages[t].name if t >= 0 else ""
     success = self.evaluator.play(dict(stage=t, after=name, step=None), self.stream.ids)
     self.shell.say(f"{'after practice' if t >= 0 else 'base'}: {100*success:.0f} % success on {', '.join(self.stream.ids)}")
@@ -203,7 +228,7 @@ def evaluate(self:Practice, t:int, step=None):
 @patch
 def state_dict(self:Practice)->dict:
     "File -> state."
-    return dict(algo={}, state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict()))
+    return dict(algo=self.cl.state_dict(), state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict()))
 
 @patch
 def load_state_dict(self:Practice, states:dict):
@@ -216,6 +241,8 @@ def load_state_dict(self:Practice, states:dict):
             raise ValueError(f"{path} is missing or was changed since the checkpoint; put it back, or start in a new "
                              "run_dir")
         self.method.add(load_episodes(path))
+    if self.step is not None: self.method.enter(self.stages[self.t])
+    self.cl.load_state_dict(states["algo"])
     self.method.load_state_dict(state["method"])
 
 @patch

@@ -6,7 +6,8 @@
 __all__ = ['PracticeContext', 'Method', 'check_method']
 
 # %% ../../nbs/rl/10_method.ipynb #a1000002
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from ..cl.base import CLAlgorithm
 from ..policies.heads import heads
 
 # %% ../../nbs/rl/10_method.ipynb #a1000006
@@ -19,12 +20,15 @@ class PracticeContext:
     processor:object # normalises observations, un-normalises actions
     data:object      # `TaskData` of the demonstrations
     device:object = "cpu"
+    stream:object = None   # the tasks in their order
+    cl:CLAlgorithm = field(default_factory=CLAlgorithm)   # against forgetting, along a stream; this one does nothing
 
 # %% ../../nbs/rl/10_method.ipynb #a1000009
 class Method:
     "A way to get better by practice. This one learns nothing."
     model = None   # name of its policies in the menu; None: the run's own
     repeats = 1    # attempts from each start, with other noise
+    hooks = False  # its updates call the hooks of `ctx.cl`
     def __init__(self,
         seed:int=0,     # of the run
         updates:int=1   # after each round
@@ -35,6 +39,9 @@ class Method:
     def prepare(self, ctx:PracticeContext): self.ctx,self.policy = ctx,ctx.policy
     @property
     def acting(self): return self.policy
+    def enter(self, stage): pass
+    def start(self): pass
+    def finish(self): pass
     def add(self, episodes:list): pass
     def begin(self): pass
     def update(self)->dict: return {}
