@@ -202,6 +202,7 @@ def hung_at(self:Crew, member:Member)->float:
     "The clock's time at which a silent actor counts as hung."
     return member.alive_at+(self.timeout if member.ready else self.start_timeout)
 
+# %% ../../nbs/crl/14_actors.ipynb #c7e00016
 @patch
 def read(self:Crew, number:int)->list:   # of `Played`, one or none
     "Read one message of an actor."
@@ -237,7 +238,7 @@ def replace(self:Crew, number:int, why:str):
     self.seat(number)
     for r,T in orders.items(): self.order(number, r, T)
 
-# %% ../../nbs/crl/14_actors.ipynb #c7e00018
+# %% ../../nbs/crl/14_actors.ipynb #c7e00019
 class ActorLanes:
     "The environments of a stage, dealt to actors."
     def __init__(self,
@@ -273,7 +274,7 @@ class ActorLanes:
         return finished
     def close(self): pass   # what was asked for and not learnt from is dropped, and was never counted
 
-# %% ../../nbs/crl/14_actors.ipynb #c7e00019
+# %% ../../nbs/crl/14_actors.ipynb #c7e0001a
 @patch
 def ask(self:ActorLanes, horizon:int):
     "Ask each actor for as many rollouts as it has free slots."
@@ -306,7 +307,7 @@ def load_state_dict(self:ActorLanes, state:dict):
         start,r = {k: stored[k] for k in ("episode", "actions", "seen")},stored["learnt"]
         self.seats.append(Seat(start, start, r, r, r))
 
-# %% ../../nbs/crl/14_actors.ipynb #c7e0001b
+# %% ../../nbs/crl/14_actors.ipynb #c7e0001c
 class Parallel(Runner):
     "Actors that play one rollout with the newest weights, and wait for the next ones."
     exact,ahead = True,0
@@ -349,7 +350,7 @@ class Parallel(Runner):
         if self.crew is not None: self.crew.close()
         self.crew = None
 
-# %% ../../nbs/crl/14_actors.ipynb #c7e0001c
+# %% ../../nbs/crl/14_actors.ipynb #c7e0001d
 @patch
 def publish(self:Parallel, agent):
     "Publish the weights after the last update, with the next version."

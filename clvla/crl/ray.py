@@ -126,11 +126,13 @@ def take(self:RayCrew, number:int, ref)->list:   # of `Played`, one or none
     seat.latest = advance(seat.latest, answer["arrays"])
     return [Played(number, r, answer["version"], answer["arrays"], seat.latest)]
 
+# %% ../../nbs/crl/16_ray.ipynb #c9000010
 @patch
 def replace_if_hung(self:RayCrew, number:int):
     "Replace an actor that has been silent for too long; RuntimeError when Ray finds no core for a new one."
     member = self.members[number]
-    silent,most = time.monotonic()-member.alive_at,self.timeout if member.ready else self.start_timeout
+    silent = time.monotonic()-member.alive_at
+    most = self.timeout if member.ready else self.start_timeout
     if not member.orders or silent < most: return
     if not member.ready:
         free = self.ray.available_resources().get("CPU", 0)
@@ -153,7 +155,7 @@ def replace(self:RayCrew, number:int, why:str)->list:   # []
     for r,(T,_) in orders.items(): self.order(number, r, T)
     return []
 
-# %% ../../nbs/crl/16_ray.ipynb #c9000011
+# %% ../../nbs/crl/16_ray.ipynb #c9000012
 class RayActors(Actors):
     "Actors of a Ray cluster that play on while the learner learns."
     def __init__(self, cfg, exp,
@@ -184,7 +186,7 @@ class RayActors(Actors):
         if self.started: stop_ray()
         self.started = False
 
-# %% ../../nbs/crl/16_ray.ipynb #c9000012
+# %% ../../nbs/crl/16_ray.ipynb #c9000013
 def start_ray(
     address:str, # of the cluster's head; "": start Ray here
     cores:int    # of a Ray that is started here

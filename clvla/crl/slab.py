@@ -139,6 +139,7 @@ class Weights:
         load_bytes(net, copy)
         return version
 
+# %% ../../nbs/crl/12_slab.ipynb #c7c00014
 def weight_bytes(net:nn.Module)->np.ndarray:   # (n,) uint8
     "A network's weights, one behind the other."
     parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in net.state_dict().values()]

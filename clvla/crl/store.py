@@ -141,6 +141,7 @@ def create(self:UnrollFile, unroll:dict):
     self.layout = layout
     self.fd = os.open(self.path, os.O_RDWR|os.O_CREAT|os.O_TRUNC, 0o644)
 
+# %% ../../nbs/crl/15_store.ipynb #c7f00016
 @patch
 def read(self:UnrollFile, row:int)->tuple:   # header, body (n,) uint8
     "A row as it is in the file."
@@ -163,7 +164,7 @@ def check_room(
     if need > free: raise ValueError(f"the memory needs {need/1e6:,.1f} MB in {folder}, its disk has {free/1e6:,.1f} MB; "
                                      "keep fewer frames, or choose another run_dir")
 
-# %% ../../nbs/crl/15_store.ipynb #c7f0001a
+# %% ../../nbs/crl/15_store.ipynb #c7f0001b
 @patch
 def state_dict(self:UnrollFile)->dict:
     "Which unrolls the list holds; their rows are on the disk when this returns."
@@ -186,7 +187,7 @@ def release(self:UnrollFile, rows:frozenset):
     "Free the rows that neither the list nor a checkpoint needs."
     self.free += sorted(rows.difference(self.rows, *self.held))
 
-# %% ../../nbs/crl/15_store.ipynb #c7f0001c
+# %% ../../nbs/crl/15_store.ipynb #c7f0001d
 @patch
 def load_state_dict(self:UnrollFile, state:dict):
     "Hold the unrolls of `state` again; ValueError when the file is missing or lacks one of them."
