@@ -1,6 +1,7 @@
 """Kill runs at random moments, start them again, and compare what they computed with an undisturbed run.
 
     python tests/chaos.py --kills 100 --parallel 2 --out chaos.json
+    python tests/chaos.py --kills 20 --agents --out chaos_agents.json
 
 Each run gets one SIGKILL at a random moment: of the training process, or of one of the processes that it started
 (simulators, or makers of demonstrations). For half of the runs the moment is uniform over the whole time, most of which
@@ -8,7 +9,7 @@ such a short run spends with imports; for the other half, over the time after it
 late, after the end, is repeated earlier. The run is started again until it has finished. Then its fingerprint (weights,
 optimizer, generators, algorithm state, every log line, every episode) is compared with the undisturbed run of the same
 algorithm, and the machine is searched for processes and temporary files that were left behind. The exit code is 0 when
-nothing differs.
+nothing differs. With `--agents` the runs are those of agents that learn by reward, which have no other process.
 """
 import argparse
 import json
@@ -23,6 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from clvla.crl.config import AgentConfig, resolve_agent
 from clvla.train.config import TrainConfig, resolve
 from clvla.run.resume import fingerprint
 from clvla.run.folder import RunFolder
@@ -30,7 +32,22 @@ from clvla.run.folder import RunFolder
 SMALL = dict(suite=dict(base="mw5_narrow", num_tasks=2), n_demos=2, steps_per_task=30, n_trials=3, rows_per_task=1, warmup=1, batch_size=8, threads=1,
              save_every=5, n_workers=2, image_size=32)
 ALGOS = {"er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": {}}
+DOTS = dict(suite=dict(base="dot_2", env=dict(discrete=True), name="dots"), cycles=2, steps_per_task=960, eval_every=320, n_trials=3, image_size=8,
+            threads=1, save_every=3, device="cpu")
+NET = dict(n_envs=4, horizon=20, hidden=8, channels=2)
+AGENTS = {**{algo: dict(algo_kw=NET) for algo in ("ppo", "impala", "clear", "progress_compress", "sane")},
+          **{cl: dict(algo="impala", algo_kw=NET, cl=cl) for cl in ("ewc", "online_ewc")}}
 MARK = "CLVLA_CHAOS_RUN"
+
+
+def policy_run(name, **folders):
+    "Settings of a run of a policy, with one of `ALGOS`."
+    return resolve(TrainConfig(algo=name, **SMALL, **ALGOS[name], **folders))
+
+
+def agent_run(name, **folders):
+    "Settings of a run of an agent, one of `AGENTS`."
+    return resolve_agent(AgentConfig(**dict(algo=name) | DOTS | AGENTS[name], **folders))
 
 
 def wait_for(condition, seconds=150):
@@ -115,10 +132,10 @@ def copy_demos(src, dst):
     return shutil.copytree(src, dst, ignore=shutil.ignore_patterns(".*", "weights"))
 
 
-def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None, algos=tuple(ALGOS)):
+def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None, algos=tuple(ALGOS), config=policy_run):
     "Kill `kills` runs, `algos` in turn; returns (references, rows). `demos` is a data folder whose demonstrations are copied."
     folder, rng = Path(folder), random.Random(seed)
-    make = lambda name, algo, data: resolve(TrainConfig(algo=algo, run_dir=str(folder/name), data_dir=str(folder/data), **SMALL, **ALGOS[algo]))
+    make = lambda name, algo, data: config(algo, run_dir=str(folder/name), data_dir=str(folder/data))
     references, took = {}, {}
 
     def reference(name, algo):
@@ -133,7 +150,7 @@ def chaos(folder, kills, seed=0, parallel=1, say=print, demos=None, algos=tuple(
         say(f"{name}, {algo}: undisturbed {references[algo][:12]}, {took[algo]['start']:.1f} s, {took[algo]['checkpoint']:.1f} s after the first checkpoint")
 
     if demos: copy_demos(demos, folder/"data")
-    else: reference("first", "er")  # makes the demonstrations
+    elif config is policy_run: reference("first", "er")  # makes the demonstrations
 
     def one(k):
         algo, r = algos[k%len(algos)], random.Random(f"{seed}-{k}")
@@ -156,9 +173,11 @@ def main():
     a = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     a.add_argument("--kills", type=int, default=100); a.add_argument("--seed", type=int, default=0)
     a.add_argument("--parallel", type=int, default=2); a.add_argument("--out", default="")
+    a.add_argument("--agents", action="store_true")
     a = a.parse_args()
     with tempfile.TemporaryDirectory() as tmp:
-        references, rows = chaos(tmp, a.kills, a.seed, a.parallel, lambda line: print(line, flush=True))
+        which = dict(algos=tuple(AGENTS), config=agent_run) if a.agents else {}
+        references, rows = chaos(tmp, a.kills, a.seed, a.parallel, lambda line: print(line, flush=True), **which)
     good = [r for r in rows if r["same"] and not r["left"] and r["victim"] != "none"]
     print(f"{len(rows)} kills, {len(good)} runs with the fingerprint of the undisturbed one and nothing left behind")
     if a.out: Path(a.out).write_text(json.dumps(dict(references=references, rows=rows), indent=1))

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'Curves', 'smooth', 'boundary_values', 'scales', 'changes', 'forgetting', 'transfer', 'per_cycle',
-           'zero_shot', 'final_performance', 'measures', 'over_seeds', 'draw', 'band', 'from_episodes']
+           'zero_shot', 'final_performance', 'measures', 'over_seeds', 'seeds_table', 'draw', 'band', 'from_episodes',
+           'together']
 
 # %% ../../nbs/crl/00_curves.ipynb #c7000002
 from dataclasses import dataclass
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from ..core.names import closest
 from ..eval.plots import small
@@ -120,6 +122,15 @@ def over_seeds(
     if c.returns.ndim != 3: raise ValueError(f"returns of several runs are (S,K,E), found {c.returns.shape}")
     return {name: t_interval(v, conf) for name,v in measures(c).items()}
 
+# %% ../../nbs/crl/00_curves.ipynb #seeds-table-code
+def seeds_table(
+    agents:dict # name -> `Curves` of its runs, (S,K,E) returns
+)->pd.DataFrame:
+    "The numbers of eq. 4 of several agents, as `value [low, high]`."
+    text = lambda v: f"{v.value:.2f}" + ("" if np.isnan(v.low) else f" [{v.low:.2f}, {v.high:.2f}]")
+    return pd.DataFrame({name: {k: text(v) for k,v in over_seeds(c).items()} for name,c in agents.items()}).T
+
+
 # %% ../../nbs/crl/00_curves.ipynb #c7000024
 COLORS = ((31, 119, 180), (214, 39, 40), (44, 160, 44), (148, 103, 189), (255, 127, 14), (23, 190, 207))
 
@@ -166,3 +177,15 @@ def from_episodes(
             n[i, place[r["frames"]]] += 1
     returns = np.divide(total, n, out=np.full_like(total, np.nan), where=n > 0)
     return Curves(tuple(task_ids), cycles, steps, returns, ends)
+
+# %% ../../nbs/crl/00_curves.ipynb #together-code
+def together(
+    runs:list # `Curves` of one run each, (K,E) returns
+)->Curves:    # (S,K,E) returns
+    "Several runs of one experiment; ValueError where they differ in tasks or steps."
+    said = [(c.task_ids, c.cycles, c.steps.tolist(), c.ends.tolist()) for c in runs]
+    if wrong := [k for k,s in enumerate(said) if s != said[0]]:
+        raise ValueError(f"runs 0 and {wrong[0]} differ in tasks, cycles, or the steps of evaluations and ends: {said[0]} and "
+                         f"{said[wrong[0]]}")
+    return Curves(runs[0].task_ids, runs[0].cycles, runs[0].steps, np.stack([c.returns for c in runs]), runs[0].ends)
+
