@@ -17,7 +17,7 @@ from ..core.progress import emit
 from .all import make_agent, make_cl, make_runner
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
-from .experiment import Experiment, PAIR, Spaces
+from .experiment import PAIR, Spaces
 from ..data.streams import stream_json
 from ..envs.all import kind_of
 from ..eval.compare import Run, read_run
