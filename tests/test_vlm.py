@@ -19,6 +19,10 @@ from clvla.cl.all import algos
 from clvla.core import names
 from clvla.core.batch import cat, take, torch_rng
 from clvla.core.names import ACTION, IMAGE, PAD, PROMPT, STATE
+from clvla.core.seeds import np_rng
+from clvla.data.streams import Task
+from clvla.eval.call import idle_row, predict_groups
+from clvla.eval.rows import Row
 from clvla.policies.all import build_policy, check_policy, head_for, load_policy, make_policy, policies
 from clvla.policies.base import Context, n_params, param_groups
 from clvla.policies.lora import add_lora, merge_lora
@@ -632,3 +636,19 @@ def test_beside_a_loaded_trunk_what_is_random_learns_whole(name):
     add_lora(p, 2, pretrained=False)
     for k, q in p.named_parameters(): assert q.requires_grad == (not k.startswith("vlm.") or ".lora_" in k), k
     assert not any(".lora_" in k for k, _ in p.named_parameters() if not k.startswith("vlm."))
+
+
+def test_an_evaluation_computes_the_rows_that_are_under_way(policy, monkeypatch):
+    "Of twelve rows three have an episode: one call of `group` rows, and the bits that each gets beside eleven others."
+    tasks = [Task(t, t, t, {}) for t in (SHORT, LONG)]
+    obs = {IMAGE: np_rng(0, "rows").integers(0, 256, (12, 32, 32, 3), "u1"), STATE: np_rng(1, "rows").normal(size=(12, 4)).astype("f4")}
+    as_is = SimpleNamespace(unnormalise=lambda x: x, obs=lambda raw: raw | {IMAGE: torch.tensor(raw[IMAGE]).movedim(-1, 1), STATE: torch.tensor(raw[STATE])})
+    sizes,encode = [],policy.encode
+    monkeypatch.setattr(policy, "encode", lambda seen, *a, **kw: sizes.append(len(seen[STATE])) or encode(seen, *a, **kw))
+    def chunks(n):
+        rows_ = [Row(i, i, tasks[i%2]) for i in range(12)]
+        for row in rows_[:n]: row.begin(row.task, 0, 0)
+        return predict_groups(policy.train(False), as_is, obs, rows_, idle_row(tasks, policy), policy.group)[:3]
+    few = chunks(3)
+    assert sizes == [policy.group] == [5]
+    assert (few == chunks(12)).all() and sizes == [5]*4 and few.std() > 0

@@ -23,7 +23,8 @@ def doubt(
     draw = lambda v: rng.integers(0, 256, (5, *v.shape[1:]), "u1")
     obs = {k: draw(v) if k.startswith(IMAGES) else rng.normal(size=(5, *v.shape[1:])).astype(v.dtype)
            for k,v in player.pool.obs.items() if k != N_ACTIONS}
-    try: gap = batch_gap(policy.train(False), processor, obs, player.tasks, player.places, not player.shared)
+    try: gap = batch_gap(policy.train(False), processor, obs, player.tasks, player.places, not player.shared,
+                         group=player.group)
     finally: policy.train(was_training)
     if not gap: return ""
     if player.shared: what,changed = "the place in a policy call moves","workers, in parts"

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..core.names import N_ACTIONS, closest
 from ..envs.all import kind_of
 from ..envs.pool import EnvPool
-from .call import gather, idle_row, predict
+from .call import gather, idle_row, predict_groups
 from .metrics import record_key
 from .rows import OwnTrials, Queue, Row, check_envs, own_rows, spec_of, workers_of
 
@@ -41,13 +41,14 @@ class Player:
         part=(0,1),       # (a,b): of the episodes in a queue every b-th, from number a on
         cameras=None,     # names; None: those that each environment's spec says
         rows:int=0,       # of a queue; 0: two for each worker
+        group:int|None=None, # places of a policy call, as `Policy.group`; None: as many as rows
         **pool            # further arguments of the `EnvPool`
     ):
         check_envs(tasks)
         self.tasks,self.rows_per_task,self.n_workers = list(tasks),rows_per_task,n_workers
         a,b = part
         self.queue_part = (a+b*rank, b*world)   # the first of our episodes, and how far from one to the next
-        self.clock = dict.fromkeys(CLOCK, 0)
+        self.clock,self.group = dict.fromkeys(CLOCK, 0),group
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
         if self.shared:
@@ -191,7 +192,7 @@ def _act(self:_Evaluation, rows):
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self._change_policy(rows[0])
     in_places = [call.get(place, self.idle) for place in range(self.places)]   # rows
-    chunks = predict(self.policy, self.processor, self.obs, in_places)   # noise: from each row's own generator
+    chunks = predict_groups(self.policy, self.processor, self.obs, in_places, self.idle, self.player.group)   # noise: from each row's own generator
     seconds = time.perf_counter()-start
     self.clock["policy"] += seconds
     self.clock["calls"] += 1

@@ -59,6 +59,7 @@ class Policy(nn.Module):
     image_sizes = None # heights (= widths) of images that it takes, pixels; None: any
     longest_prompt = None # largest `prompt_length` that it reads; None: no limit
     head_names = ("head.",) # prefixes of the weights that get no adapters and learn beside them
+    group = None       # places of a call in evaluation, of which the last stays idle; None: as many as there are rows
     defaults = {}      # settings of a run that suit it: batch_size, lr, steps_per_task, lora_rank, image_size, ...
     lora = None        # with adapters: dict(rank, alpha, pretrained), see page policies/lora
     frozen,base = (),None # names of the weights that lie in a base file, and that file, see page policies/weights

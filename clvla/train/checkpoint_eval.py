@@ -197,6 +197,7 @@ def evaluate(
     records = [r for r in recorded if r["stage"] == info["stage"]]
     write = _recorder(out, records, path.name, _total_of(evaluation, ids))
     done = map(record_key, recorded)
+    player.group = policy.group   # as the run itself played it
     player.evaluate(policy, processor, evaluation.trials, evaluation.cfg.seed, info, ids, done, write,
                     on_round=on_round, algo=algo)
     say(f"{path.name}: {100*sum(r['success'] for r in records)/max(1, len(records)):.0f} % success over "

@@ -131,7 +131,7 @@ def player_for(self:Evaluator, policy)->Player:
     if self.player is not None: return self.player
     n = max(1, cfg.n_workers//shell.world)
     self.player = Player(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, shell.rank,
-                         shell.world)
+                         shell.world, group=policy.group)
     if shell.rank == 0 and (warning := doubt(self.player, policy, self.processor)): shell.say(warning)
     return self.player
 

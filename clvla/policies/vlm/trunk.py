@@ -141,6 +141,7 @@ class VLM(Policy):
     "A policy on a vision-language model, without its head."
     shape = None       # a `VLMShape`
     stock = None       # a `Stock`: what a folder of its published weights holds
+    group = 5          # rows of a call in evaluation, the last one idle
     one_size = False   # whether the model has one table of positions, for pictures of one size
     colours = None     # mean and deviation of each colour, in units of the largest byte
 
