@@ -46,7 +46,7 @@ setup() {
   local want; want=$(cat settings.ini setup.py | sha256sum | cut -c1-16)
   if [ "$(cat "$ENV_DIR/.clvla" 2>/dev/null || true)" = "$want" ]; then return; fi
   local py; py=$(find_python)
-  say "making the environment $ENV_DIR with $($py --version) at $py (a few minutes, about 6 GB with torch)"
+  say "making the environment $ENV_DIR with $($py --version) at $py (a few minutes, about 9 GB with torch)"
   "$py" -m venv "$ENV_DIR"
   "$ENV_DIR/bin/python" -m pip install -q --upgrade pip "setuptools<82" wheel "cmake<4.2"
   # egl_probe, which LIBERO's package asks for, is compiled with cmake and written for an old one

@@ -7,7 +7,6 @@ __all__ = ['ENTRIES', 'check_entries', 'camera_sizes', 'Described', 'Steppable',
 
 # %% ../../nbs/envs/00_base.ipynb #738b66fe
 import numpy as np
-from fastcore.basics import patch
 from ..core.names import IMAGE, IMAGES, N_ACTIONS, STATE, closest
 from ..core.seeds import seed_of
 
@@ -122,15 +121,13 @@ class Env(Steppable):
         return obs,np.array(rewards, float),succeeded,terminated,truncated,n
 
 # %% ../../nbs/envs/00_base.ipynb #5afe0003
-@patch
-def save(self:Env,
+def _save_env(self:Env,
     reuse:dict|None=None # a snapshot of this environment that is no longer needed, for its memory
 )->dict:                 # for `restore`
     "Where the episode stands."
     return dict(trial=self.trial, t=self.t, ended=self.ended, cut=self.cut, sim=self._save(reuse and reuse["sim"]))
 
-@patch
-def restore(self:Env,
+def _restore_env(self:Env,
     snapshot:dict # of an environment of this task that had begun the same trial
 ):
     "Stand where `save` was called: what follows, pictures too, is the same to the bit."
@@ -139,7 +136,8 @@ def restore(self:Env,
     self._restore(snapshot["sim"])
     self.t,self.ended,self.cut,self.watched = snapshot["t"],snapshot["ended"],snapshot["cut"],{}
 
-@patch
-def _save(self:Env, reuse):
+def _no_snapshot(self:Env, reuse):
     raise NotImplementedError(f"environments of kind {self.kind!r} have no snapshots; begin the trial again with reset, and "
                               "repeat its actions")
+
+Env.save,Env.restore,Env._save = _save_env,_restore_env,_no_snapshot   # a worker in another interpreter has no fastcore, and so no `patch`
