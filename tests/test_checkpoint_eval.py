@@ -134,7 +134,7 @@ def test_checkpoints_are_evaluated_where_the_run_would_train(run, monkeypatch, d
     assert bool(word) == any("GPU" in s for s in said) and (not word or any(word in s for s in said))
 
 def test_doubts_are_said(run, monkeypatch):
-    said = []; monkeypatch.setattr("clvla.eval.neighbours.batch_gap", lambda *a: 2.4e-7)
+    said = []; monkeypatch.setattr("clvla.eval.neighbours.batch_gap", lambda *a, **kw: 2.4e-7)
     eval_cl(config(run, n_trials=1, part="0/2", last_only=True), said.append)
     assert sum("up to 2e-07" in s for s in said) == 1
 

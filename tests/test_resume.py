@@ -123,7 +123,7 @@ def queued(data, tmp_path_factory):
     "An undisturbed run whose own evaluation is the queue, and what it said; its policy is said to mind its place in a batch."
     said, asked = [], []
     with pytest.MonkeyPatch.context() as m:
-        in_a_queue(m); m.setattr("clvla.eval.neighbours.batch_gap", lambda *a: asked.append(a) or 2.4e-7)
+        in_a_queue(m); m.setattr("clvla.eval.neighbours.batch_gap", lambda *a, **kw: asked.append(a) or 2.4e-7)
         run = train_cl(config(data, tmp_path_factory.mktemp("queued")/"run", algo="er", n_trials=4, n_workers=2), said.append)
     return run, said, asked
 
