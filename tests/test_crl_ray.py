@@ -32,7 +32,8 @@ class Fatal(RayActors):
         if self.version != 2: return
         cluster.remove_node(node, allow_graceful=False)
         cluster.add_node(num_cpus=1, node_ip_address="127.0.0.4", **size)
-        time.sleep(2)   # until the lost node's processes have noticed
+        while any(n["Alive"] for n in ray.nodes() if n["NodeManagerAddress"] == "127.0.0.3"): time.sleep(.1)
+        time.sleep(1)   # until its actor's answers are known to be lost
 
 runners["fatal"] = Fatal
 learn_tasks(AgentConfig(suite=dict(base="dot_2", env=dict(discrete=True), num_tasks=1, name="dot"), cycles=1, steps_per_task=400, eval_every=400,

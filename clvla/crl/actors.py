@@ -225,15 +225,20 @@ def take(self:Crew, number:int, key:int, r:int, version:int)->Played:
     return Played(number, r, version, arrays, seat.latest)
 
 @patch
+def count_failure(self:Crew, number:int, why:str):
+    "Note that an actor was lost; RuntimeError when it fails again and again."
+    failures = self.members[number].failures = self.members[number].failures+1
+    self.restarts += 1
+    self.reasons.append(f"actor {number}: {why}")
+    if failures > self.max_restarts:
+        raise RuntimeError(f"actor {number} failed {failures} times without a whole rollout; the last failure: {why}")
+
+@patch
 def replace(self:Crew, number:int, why:str):
     "Start a process in the place of a lost one, where its last whole rollout ended, and repeat what it was asked for."
     member,orders = self.members[number],self.members[number].orders
     member.child.end()
-    member.failures += 1
-    self.restarts += 1
-    self.reasons.append(f"actor {number}: {why}")
-    if member.failures > self.max_restarts:
-        raise RuntimeError(f"actor {number} failed {member.failures} times without a whole rollout; the last failure: {why}")
+    self.count_failure(number, why)
     self.launch(number)
     self.seat(number)
     for r,T in orders.items(): self.order(number, r, T)

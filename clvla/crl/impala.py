@@ -106,7 +106,9 @@ def build(self:IMPALA, exp, spaces, device="cpu"):
     self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag)   # the first is what acts
 
 @patch
-def acting(self:IMPALA)->PictureNet: return self.actor
+def acting(self:IMPALA)->PictureNet:
+    "The network that actors copy."
+    return self.actor
 
 @patch
 @torch.no_grad()

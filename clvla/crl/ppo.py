@@ -221,4 +221,6 @@ def learn(self:PPO, rollout:dict)->dict:
 
 # %% ../../nbs/crl/03_ppo.ipynb #c7300060
 @patch
-def acting(self:PPO)->PictureNet: return self.net
+def acting(self:PPO)->PictureNet:
+    "The network that actors copy."
+    return self.net

@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from ..core.names import require
 from ..core.plugins import load_plugins, loaded
-from .actors import Actors, Played, advance, agent_copy, begin_lanes, play_rollout
+from .actors import Actors, Crew, Played, advance, agent_copy, begin_lanes, play_rollout
 from .slab import load_bytes, put_rollout, slot_fields, slot_rollout, weight_bytes
 
 # %% ../../nbs/crl/17_ray.ipynb #c9000007
@@ -43,8 +43,8 @@ class RemoteActor:
         return dict(version=version, arrays=slot_rollout(self.memory, 0, T))
 
 # %% ../../nbs/crl/17_ray.ipynb #c900000d
-class RayCrew:
-    "Actors of a Ray cluster, replaced when they are lost."
+class RayCrew(Crew):
+    "Actors of a Ray cluster, replaced when they are lost; stages begin and failures count as in a crew of this machine."
     def __init__(self,
         agent,         # built
         cfg:dict,      # for `RemoteActor`
@@ -78,12 +78,6 @@ def launch(self:RayCrew, number:int):
     member.handle,member.ready,member.alive_at = self.remote.remote(self.cfg, number),False,time.monotonic()
 
 @patch
-def begin(self:RayCrew, stage:dict, seats:list):
-    "Begin a stage; `seats` say where the environments stand."
-    self.stage,self.seats = stage,seats
-    for number in range(self.n): self.seat(number)
-
-@patch
 def seat(self:RayCrew, number:int):
     "Tell one actor its stage and its start; answers of an earlier stage are forgotten."
     member = self.members[number]
@@ -104,7 +98,8 @@ def wait(self:RayCrew)->list:   # of `Played`, one at least
     whole = []
     while not whole:
         owed = {m.orders[min(m.orders)][1]: number for number,m in enumerate(self.members) if m.orders}
-        done,_ = self.ray.wait(list(owed), timeout=1.)
+        self.ray.wait(list(owed), timeout=1.)   # until one is there; then all that are, so that none waits behind a quicker one
+        done,_ = self.ray.wait(list(owed), num_returns=len(owed), timeout=0)
         for ref in done: whole += self.take(owed[ref], ref)
         for number in owed.values(): self.replace_if_hung(number)
     return whole
@@ -145,11 +140,7 @@ def replace(self:RayCrew, number:int, why:str)->list:   # []
     "Put an actor in the place of a lost one, where its last whole rollout ended, and repeat what it was asked for."
     member,orders = self.members[number],self.members[number].orders
     self.ray.kill(member.handle)
-    member.failures += 1
-    self.restarts += 1
-    self.reasons.append(f"actor {number}: {why}")
-    if member.failures > self.max_restarts:
-        raise RuntimeError(f"actor {number} failed {member.failures} times without a whole rollout; the last failure: {why}")
+    self.count_failure(number, why)
     self.launch(number)
     self.seat(number)
     for r,(T,_) in orders.items(): self.order(number, r, T)

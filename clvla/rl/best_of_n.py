@@ -14,16 +14,12 @@ from ..cl.base import check_count, check_number
 from ..core.batch import first_weights, rng_state, set_rng_state, to_device, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
-from ..policies.all import policies
-from ..policies.base import Policy
 from ..policies.heads import heads
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
 from .query_token import codecs
-from .token_method import TokenMethod
-from .token_policy import check_base
-
-# %% ../../nbs/rl/17_best_of_n.ipynb #c1700003
 from .replay import Replay
+from .token_method import TokenMethod
+from .token_policy import FrozenPolicy
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700008
 READS = "proprioception","context","token","tokens"
@@ -42,7 +38,7 @@ def critic_state(
     return torch.cat([ctx.tokens[:,rows].flatten(1), own], 1)
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c170000a
-class BestOfN(Policy):
+class BestOfN(FrozenPolicy):
     "A frozen policy, and a critic that chooses among its draws; before the critic has learnt, the first draw."
     def __init__(self,
         base:str,            # of the frozen policy: its name in the menu of policies
@@ -55,25 +51,14 @@ class BestOfN(Policy):
         random_share:float,  # of the chunks of attempts
         **config             # H, action_dim, state_dim, image_size, head
     ):
-        check_base(base)
         super().__init__(dict(base=base, base_config=base_config, reads=reads, token=token, token_config=token_config,
                               critic_config=critic_config, N=N, random_share=random_share, **config))
-        self.vla,self.codec = policies[base](**base_config),codecs[token](**token_config) if token_config else None
+        self.codec = codecs[token](**token_config) if token_config else None
         self.critic,self.reads,self.N,self.random_share = ChunkCritic(**critic_config),reads,N,random_share
-        self.pixels,self.longest_prompt = self.vla.pixels,self.vla.longest_prompt
-        self.vla.requires_grad_(False)   # its attention rounds otherwise where a gradient might be wanted
         if self.codec is not None: self.codec.requires_grad_(False)
-        self.frozen = tuple(f"vla.{k}" for k in self.vla.state_dict())
         self.register_buffer("has_learnt", torch.tensor(False))
-        self.explore = False             # True: a share of the chunks is the first draw
+        # `explore`: a share of the chunks is the first draw
 
-    @classmethod
-    def check(cls, **config)->dict: return config   # its parts refuse what they cannot be built with
-    @property
-    def needs_noise(self)->bool: return True
-    def prompt_length(self, text:str)->int: return self.vla.prompt_length(text)
-    def prepare(self, batch:dict)->dict: return self.vla.prepare(batch)
-    def encode(self, obs:dict, tokens:bool=False): return self.vla.encode(obs, tokens)
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c170000c
 @patch
