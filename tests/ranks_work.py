@@ -18,7 +18,7 @@ def work(path):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     run = RunFolder(path, rank)
     do = json.loads((Path(path)/"do.json").read_text())
-    with run.lock(), StopFlag() as flag:
+    with StopFlag() as flag, run.lock():   # once the folder says "running", a signal is answered
         run.begin_again()
         act = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); time.sleep(90)"
         helper = subprocess.Popen([sys.executable, "-c", act])  # stands for a simulator, which ends with its parent

@@ -36,7 +36,7 @@ def run_learner(
         if shell.rank == 0: take_plugins(cfg, shell.say)   # of a finished run they are only compared
         shell.say(f"this run is finished: {shell.run.path}")
         return shell.run
-    with same_global_rng(), shell.run.lock(), shell.stop:
+    with same_global_rng(), shell.stop, shell.run.lock():   # a folder that says "running" answers signals
         shell.begin()
         with end_recorded(shell): learn(shell)
     return shell.run

@@ -132,7 +132,7 @@ def eval_cl(
     cfg,out = evaluation.cfg,RunFolder(begin_eval(evaluation))
     device = _device_for(evaluation, out, say)
     if word := check_starts(cfg, evaluation.stream.tasks): say(word)
-    with out.lock(), StopFlag() as flag, one_thread():
+    with StopFlag() as flag, out.lock(), one_thread():
         out.clean()
         out.begin_again()
         for path in evaluation.points:
