@@ -185,7 +185,8 @@ def cl_task(algo, loop, t, steps=3):
                                      ("ewc", dict(n_batches=1, B=4, lam=10.)), ("l2", {}), ("si", {}), ("mas", dict(n_batches=1)), ("from_scratch", {}), ("gdumb", dict(total_size=90)), ("der", dict(buffer_size=50)), ("gem", dict(buffer_size=50, n_ref=8)), ("rwalk", dict(interval=5)), ("gss", dict(buffer_size=8))])
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_algorithms_train_adapters_and_nothing_that_is_frozen(name, kw, pretrained):
-    p = add_lora(small(), 2, pretrained=pretrained); loop,algo = cl_context(p),make_algo(name, 0, **kw); ctx = loop.ctx
+    p = add_lora(small(), 2, pretrained=pretrained, dropout=.1*pretrained)
+    loop,algo = cl_context(p),make_algo(name, 0, **kw); ctx = loop.ctx
     frozen = bits(p, True); assert ctx.params().keys() == bits(p, False).keys()
     cl_task(algo, loop, 0); between = bits(p, False); cl_task(algo, loop, 1)
     assert same(bits(p, True), frozen)
@@ -230,7 +231,7 @@ def test_a_checkpoint_holds_what_is_trained_and_names_its_base(run):
     held,base = load_file(run.point/"weights.safetensors"),load_file(run.root/"weights"/f"{run.sha}.safetensors")
     assert held.keys() == bits(run.policy, False).keys() and base.keys() == bits(run.policy, True).keys()
     about = json.loads((run.point/"policy.json").read_text())["lora"]
-    assert about == dict(rank=2, alpha=8., pretrained=True, base=dict(path=f"../../weights/{run.sha}.safetensors", sha256=run.sha))
+    assert about == dict(rank=2, alpha=8., pretrained=True, dropout=0., init="kaiming", base=dict(path=f"../../weights/{run.sha}.safetensors", sha256=run.sha))
     assert run.sha == sha256(run.root/"weights"/f"{run.sha}.safetensors")
     merged = load_file(run.root/"merged"/"weights.safetensors")
     assert merged.keys() == run.plain.state_dict().keys()

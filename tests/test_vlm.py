@@ -638,13 +638,29 @@ def test_beside_a_loaded_trunk_what_is_random_learns_whole(name):
     assert not any(".lora_" in k for k, _ in p.named_parameters() if not k.startswith("vlm."))
 
 
-def test_an_evaluation_computes_the_rows_that_are_under_way(policy, monkeypatch):
+def inside(kind, policy):
+    "The policy itself, or frozen inside one that practice made."
+    if kind == "itself": return policy, policy
+    from clvla.rl.best_of_n import BestOfN
+    from clvla.rl.token_policy import TokenPolicy
+    D, sizes = policy.shape.text["hidden_size"], dict(image_size=32, state_dim=4, action_dim=4, H=8, head=policy.config["head"])
+    base, config = name_of(policy), policy.config
+    if kind == "token": outer = TokenPolicy(base, config, "paper", dict(D=D), dict(X=D+4, C=8, A=4, std=.1), **sizes)
+    else: outer = BestOfN(base, config, "context", "paper", {}, dict(X=D+4, C=8, A=4), 2, .5, **sizes)
+    outer.vla.load_state_dict(policy.state_dict())
+    return outer, outer.vla
+
+
+@pytest.mark.parametrize("kind", ["itself", "token", "best"])
+def test_an_evaluation_computes_the_rows_that_are_under_way(kind, policy, monkeypatch):
     "Of twelve rows three have an episode: one call of `group` rows, and the bits that each gets beside eleven others."
+    if kind == "best" and not policy.needs_noise: pytest.skip("a regression has one draw, and nothing to choose from")
+    policy, reads = inside(kind, policy)
     tasks = [Task(t, t, t, {}) for t in (SHORT, LONG)]
     obs = {IMAGE: np_rng(0, "rows").integers(0, 256, (12, 32, 32, 3), "u1"), STATE: np_rng(1, "rows").normal(size=(12, 4)).astype("f4")}
     as_is = SimpleNamespace(unnormalise=lambda x: x, obs=lambda raw: raw | {IMAGE: torch.tensor(raw[IMAGE]).movedim(-1, 1), STATE: torch.tensor(raw[STATE])})
-    sizes,encode = [],policy.encode
-    monkeypatch.setattr(policy, "encode", lambda seen, *a, **kw: sizes.append(len(seen[STATE])) or encode(seen, *a, **kw))
+    sizes,encode = [],reads.encode
+    monkeypatch.setattr(reads, "encode", lambda seen, *a, **kw: sizes.append(len(seen[STATE])) or encode(seen, *a, **kw))
     def chunks(n):
         rows_ = [Row(i, i, tasks[i%2]) for i in range(12)]
         for row in rows_[:n]: row.begin(row.task, 0, 0)

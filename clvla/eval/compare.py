@@ -26,7 +26,8 @@ REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "vi
           "detached", "save_every", "save_minutes", "keep", "keep_tasks", "gpus") # settings in which repetitions may differ
 CONTROLS = ("blind", "deaf") # settings that a group's name shows where they are True
 # what runs did before these settings were added
-ADDED = dict(blind=False, deaf=False, schedule="cosine", along="restart", patience=0, look_every=0, look_trials=10)
+ADDED = dict(blind=False, deaf=False, schedule="cosine", along="restart", patience=0, look_every=0, look_trials=10,
+             lora_dropout=0., lora_init="kaiming")
 
 @dataclass(frozen=True)
 class Run:

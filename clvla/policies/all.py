@@ -13,7 +13,7 @@ from ..core.batch import first_weights
 from ..core.names import IMAGE, Registry
 from .base import Policy
 from .heads import heads
-from .lora import add_lora, check_frozen, check_rank
+from .lora import add_lora, check_adapters, check_frozen, check_rank
 from .weights import init_weights, load_base, load_weights, note_frozen, read_policy
 
 # %% ../../nbs/policies/09_all.ipynb #16c68c88
@@ -86,7 +86,7 @@ def load_policy(
     "Build the policy that is stored in a folder, with adapters and frozen weights when it has them."
     about = read_policy(folder)
     policy,lora = stored_policy(folder, about),about.get("lora")
-    if lora: add_lora(policy, lora["rank"], lora["alpha"], lora["pretrained"])
+    if lora: add_lora(policy, **lora)
     elif about.get("published", {}).get("left"): note_frozen(policy)
     if "base" in about: load_base(policy, **about["base"])
     if prepare is not None: prepare(policy)
@@ -131,8 +131,9 @@ def check_policy(
     if cfg.head in heads and heads[cfg.head].discrete: sizes = dict(action_dim=1, n_actions=2) | sizes
     family,kw = policies[cfg.model],policy_arguments(cfg, **sizes)
     family.check(**kw)
-    largest = family.largest_rank(**kw)
-    if largest is not None: check_rank(getattr(cfg, "lora_rank", 0), largest)
+    rank,largest = getattr(cfg, "lora_rank", 0) or 0,family.largest_rank(**kw)
+    check_adapters(rank, getattr(cfg, "lora_dropout", 0.), getattr(cfg, "lora_init", "kaiming"))
+    if largest is not None: check_rank(rank, largest)
 
 # %% ../../nbs/policies/09_all.ipynb #fd000002
 def check_trained(
@@ -155,7 +156,8 @@ def build_policy(
     kw = policy_arguments(cfg, state_dim, action_dim, cameras, n_actions)
     policy = make_policy(cfg.model, seed=cfg.seed, **kw)
     if cfg.init_from: init_weights(policy, cfg.init_from)
-    if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.lora_alpha, bool(cfg.init_from), cfg.seed)
+    if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.lora_alpha, bool(cfg.init_from), cfg.seed,
+                               getattr(cfg, "lora_dropout", 0.), getattr(cfg, "lora_init", "kaiming"))
     elif policy.pretrained(): note_frozen(policy, bool(cfg.init_from))
     check_frozen(policy, bool(cfg.init_from))
     check_trained(policy)

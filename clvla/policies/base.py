@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ..core.names import ACTION, IMAGE, IMAGES, N_ACTIONS, PAD, STATE, closest
+from .dropout import dropping, seeds_of
 
 # %% ../../nbs/policies/00_base.ipynb #12f950ab
 @dataclass(kw_only=True)
@@ -61,7 +62,9 @@ class Policy(nn.Module):
     head_names = ("head.",) # prefixes of the weights that get no adapters and learn beside them
     group = None       # places of a call in evaluation, of which the last stays idle; None: as many as there are rows
     defaults = {}      # settings of a run that suit it: batch_size, lr, steps_per_task, lora_rank, image_size, ...
-    lora = None        # with adapters: dict(rank, alpha, pretrained), see page policies/lora
+    lora = None        # with adapters: dict(rank, alpha, pretrained, dropout, init), see page policies/lora
+    dropout = 0.       # of the adapters' inputs in `forward`, see page policies/dropout
+    row_first = ()     # prefixes of layers whose inputs are (L,B,D), in place of (B,L,D)
     frozen,base = (),None # names of the weights that lie in a base file, and that file, see page policies/weights
     left,source = (),None # names of the weights that are left in a folder of published ones, and dict(path, sha256)
 
@@ -79,7 +82,6 @@ class Policy(nn.Module):
 
     @property
     def needs_noise(self)->bool: return self.head.needs_noise
-    def draw(self, B:int, generator=None): return self.head.draw(B, generator)
     def chunk_noise(self, generator=None): return self.head.chunk_noise(generator)
     @property
     def noise_size(self)->int: return self.A # numbers that an action's noise has
@@ -128,6 +130,27 @@ def chunks_noise(
     if tuple(noise.shape) != shape: raise ValueError(f"noise is {tuple(noise.shape)}, expected {shape}; "
                                                      "stack policy.chunk_noise() of each row")
     return noise
+
+# %% ../../nbs/policies/00_base.ipynb #ba5e0d02
+@patch
+def draw(self:Policy, B:int, generator=None)->tuple:
+    "Noise and time of `B` losses; with dropout a head that needs no noise is given (B,1) of it."
+    noise,time = self.head.draw(B, generator)
+    if noise is None and self.dropout: noise = torch.rand(B, 1, generator=generator)
+    return noise,time
+
+@patch
+def __call__(self:Policy, *args, **kw):
+    "`forward`; a policy with dropout that learns drops what the noise says, and raises ValueError without noise."
+    call = super(Policy, self).__call__
+    if not self.dropout: return call(*args, **kw)
+    noise = kw.get("noise")
+    if noise is None and self.training:
+        raise ValueError(f"{type(self).__name__} has dropout {self.dropout}, and its noise decides what is dropped; "
+                         "take noise and time from policy.draw(B, generator)")
+    if not self.needs_noise: kw["noise"] = None
+    with dropping(seeds_of(noise) if self.training else None): return call(*args, **kw)
+
 
 # %% ../../nbs/policies/00_base.ipynb #0f171900
 def check_count(

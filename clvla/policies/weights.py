@@ -93,7 +93,7 @@ _AGAIN = "take the file that save_policy wrote"
 
 def read_policy(
     folder # written by save_policy
-)->dict:   # policy, config; where they apply lora: rank, alpha, pretrained; base: full path, sha256; published
+)->dict:   # policy, config; where they apply lora: settings of `add_lora`; base: full path, sha256; published
     "What `policy.json` says; ValueError names the file and the entry that is wrong."
     path = Path(folder)/"policy.json"
     if not path.is_file(): raise ValueError(f"there is no stored policy at {folder}: {path} is missing")
@@ -112,7 +112,8 @@ def read_policy(
 
 def _check_lora(lora:dict, where:str):
     "ValueError unless these are settings of adapters as save_policy writes them."
-    entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict), where, _AGAIN, optional=["base"])
+    entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict, dropout=(float, int), init=str), where, _AGAIN,
+            optional=["base", "dropout", "init"])
     if not 1 <= lora["rank"] < 2**16 or not 0 < lora["alpha"] < 2**16:
         raise ValueError(f"{where}: rank must be 1 or more, alpha above 0, both below {2**16}; found {lora['rank']}, "
                          f"{lora['alpha']}; {_AGAIN}")

@@ -42,7 +42,7 @@ class FrozenPolicy(Policy):
         self.vla = policies[config["base"]](**config["base_config"])
         # torch's attention takes another kernel where a gradient might be wanted, and rounds otherwise
         self.vla.requires_grad_(False)
-        self.pixels,self.longest_prompt = self.vla.pixels,self.vla.longest_prompt
+        self.pixels,self.longest_prompt,self.group = self.vla.pixels,self.vla.longest_prompt,self.vla.group
         self.frozen = tuple(f"vla.{k}" for k in self.vla.state_dict())
         self.explore = False   # True: what it plays is not always its best
 

@@ -49,8 +49,11 @@ class PolicySettings:
     init_from:str = ""           # checkpoint whose weights the run starts from; it is read again when the run goes on
     lora_rank:int|None = None    # rank of LoRA adapters on the linear layers, 0 = every weight is trained
     lora_alpha:float = 16.       # scale of the adapters, alpha/rank
+    lora_dropout:float = 0.      # share of an adapter's input that is dropped in training (page policies/dropout)
+    lora_init:str = "kaiming"    # how adapters begin: kaiming, gaussian or orthogonal (page policies/lora)
+    ADDED = ("lora_dropout", "lora_init")
     POSITIVE = ("lora_alpha",)
-    NOT_NEGATIVE = ("chunk", "lora_rank")
+    NOT_NEGATIVE = ("chunk", "lora_rank", "lora_dropout")
 
 # %% ../../nbs/train/00_config.ipynb #c0a00004
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from ...core.names import IMAGE, IMAGES, STATE, require
 from ..base import Policy, camera_pixels, check_obs
+from ..dropout import keep_seeds
 from ..heads import check_head
 from .pretrained import (Folder, check_modules, check_settings, choose_attention, find_folder,
                                            open_folder)
@@ -227,7 +228,7 @@ def trunk_of(self:VLM, folder:Folder|None)->nn.Module:
     else: vlm = folder.empty(how) if on_meta() else folder.load(dtype, how)
     if folder is None and how != "sdpa": vlm.set_attn_implementation(how)
     for name in c.get("freeze", ()): vlm.get_submodule(name).requires_grad_(False)
-    if c.get("checkpointing"): vlm.activation_checkpointing_enable(dict(use_reentrant=False))
+    if c.get("checkpointing"): vlm.activation_checkpointing_enable(dict(use_reentrant=False, context_fn=keep_seeds))
     return vlm
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00019
