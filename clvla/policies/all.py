@@ -154,6 +154,9 @@ def build_policy(
 )->Policy:             # ready to be trained
     "The policy that a run starts from, as its settings say."
     kw = policy_arguments(cfg, state_dim, action_dim, cameras, n_actions)
+    if lacking := [k for k in kw.get("cameras") or () if k not in cameras]:
+        raise ValueError(f"model_kw names the camera {lacking[0]!r}, and the data have {sorted(cameras)}; name some of "
+                         "these, or leave cameras out")
     policy = make_policy(cfg.model, seed=cfg.seed, **kw)
     if cfg.init_from: init_weights(policy, cfg.init_from)
     if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.lora_alpha, bool(cfg.init_from), cfg.seed,

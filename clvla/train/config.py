@@ -128,6 +128,9 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
     def settings(cls, given:dict)->dict:
         from clvla.policies.all import policies
         algo,model = given.get("algo", cls.algo),given.get("model", cls.model)
+        if filled := sorted({*FILLED["model_kw"]} & {*(given.get("model_kw") or {})}):
+            raise ValueError(f"model_kw has {filled[0]!r}, which follows from image_size, chunk and head of the run and "
+                             "from its data; leave it out of model_kw")
         parts = cls.parts(algo)
         place = lambda part: "algo_kw" if len(parts) == 1 else f"algo_kw.{part}"
         own = {place(p): (f"algo {p!r}", settings_of(cls.menu()[p], FILLED["algo_kw"])) for p in parts}
