@@ -127,7 +127,8 @@ def losses(self:Latent, ctx, drawn:list)->Tensor:
     if not mine: return torch.zeros(0, device=ctx.device)
     rows = to_device(gather(mine, lambda task_id,at: take(self.stored[task_id], at)), ctx.device)
     features = SimpleNamespace(pooled=rows[POOLED], n_actions=rows.get(N_ACTIONS))
-    return ctx.policy.head.loss(features, rows[ACTION], rows[PAD], noise, time)[0]
+    own = noise if getattr(ctx.policy, "needs_noise", True) else None   # what dropout alone needs is not the head's
+    return ctx.policy.head.loss(features, rows[ACTION], rows[PAD], own, time)[0]
 
 # %% ../../nbs/cl/32_latent.ipynb #e058498a
 @patch
