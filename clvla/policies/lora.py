@@ -35,9 +35,10 @@ inits = dict(kaiming=kaiming, gaussian=gaussian, orthogonal=orthogonal)
 
 # %% ../../nbs/policies/04_lora.ipynb #10a00005
 _MOVED = "takes a part of the frozen weights into the adapter, and a checkpoint names the frozen weights by their hash"
-REFUSED = dict(pissa=_MOVED, olora=_MOVED, corda=_MOVED, lora_ga=_MOVED, loftq="rounds the frozen weights to few digits",
-               eva="needs a pass through the data before the first update", mica="freezes B, which is trained here",
-               false="begins with a random B, so the policy would not begin as the one that it adapts")
+REFUSED = dict(
+    pissa=_MOVED, olora=_MOVED, corda=_MOVED, lora_ga=_MOVED, loftq="rounds the frozen weights to few digits",
+    eva="needs a pass through the data before the first update", mica="freezes B, which is trained here",
+    false="begins with a random B, so the policy would not begin as the one that it adapts")
 
 def check_adapters(
     rank:int,      # r; 0: no adapters
@@ -47,13 +48,14 @@ def check_adapters(
     "ValueError for dropout outside [0,1) or without adapters, and for a way to begin that is none or not offered."
     if not 0 <= dropout < 1: raise ValueError(f"lora_dropout lies in [0,1), found {dropout}; 0.05 is usual")
     if not rank and (dropout or init != "kaiming"):
-        raise ValueError(f"lora_dropout is {dropout}, lora_init is {init!r}, and lora_rank is 0, so there are no adapters; "
-                         "set lora_rank (8 or 16 are usual), or leave the other two as they are")
+        raise ValueError(f"lora_dropout is {dropout}, lora_init is {init!r}, and lora_rank is 0, so there are no "
+                         "adapters; set lora_rank (8 or 16 are usual), or leave the other two as they are")
     if why := next((why for k,why in REFUSED.items() if str(init).lower().startswith(k)), ""):
         raise ValueError(f"lora_init {init!r} is not offered: it {why}; choose one of {', '.join(inits)}")
     if init not in inits: raise ValueError(f"there is no lora_init {init!r}{closest(str(init), inits)}")
-    if init == "orthogonal" and rank%2: raise ValueError(f"lora_init 'orthogonal' shares a rotation between A and B and "
-                                                         f"needs an even lora_rank, found {rank}; set it to {rank+1}")
+    if init == "orthogonal" and rank%2:
+        raise ValueError(f"lora_init 'orthogonal' shares a rotation between A and B and needs an even lora_rank, "
+                         f"found {rank}; set it to {rank+1}")
 
 
 # %% ../../nbs/policies/04_lora.ipynb #10a00021
@@ -99,7 +101,7 @@ def add_lora(
     for n,p in policy.named_parameters():
         learns = n.startswith(policy.head_names) or id(p) not in under and not n.startswith(loaded)
         p.requires_grad_(".lora_" in n or id(p) in trained and learns)
-    policy.lora = dict(rank=int(rank), alpha=float(alpha), pretrained=bool(pretrained), dropout=float(dropout), init=init)
+    policy.lora = dict(rank=int(rank), alpha=float(alpha), pretrained=bool(pretrained), dropout=policy.dropout, init=init)
     return note_frozen(policy, pretrained)
 
 # %% ../../nbs/policies/04_lora.ipynb #9cb8a5c6
