@@ -69,8 +69,8 @@ def resolve_agent(
     plugins_of(cfg)
     check_values(cfg)
     if cfg.num_processes > 1 or cfg.machines or cfg.precision != "no":
-        raise ValueError(f"an agent learns in one process and in float32, found num_processes {cfg.num_processes}, machines "
-                         f"{cfg.machines!r} and precision {cfg.precision!r}; set them to 1, '' and 'no'")
+        raise ValueError(f"an agent learns in one process and in float32, found num_processes {cfg.num_processes}, "
+                         f"machines {cfg.machines!r} and precision {cfg.precision!r}; set them to 1, '' and 'no'")
     check_machine(cfg)
     cfg = replace(cfg, algo_kw=preset_of(cfg.preset, cfg.algo)|cfg.algo_kw)
     if cfg.smoke: cfg = smaller(cfg)

@@ -35,7 +35,8 @@ class Curves:
         if len(self.ends) != self.L:
             raise ValueError(f"{self.K} tasks x {self.cycles} cycles are {self.L} stages, found {len(self.ends)} ends")
         for name in ("steps", "ends"):
-            if (np.diff(getattr(self, name)) <= 0).any(): raise ValueError(f"{name} must increase, found {getattr(self, name)}")
+            if (np.diff(getattr(self, name)) <= 0).any():
+                raise ValueError(f"{name} must increase, found {getattr(self, name)}")
 
     @property
     def K(self)->int: return len(self.task_ids)
@@ -204,7 +205,6 @@ def together(
     "Several runs of one experiment; ValueError where they differ in tasks or steps."
     said = [(c.task_ids, c.cycles, c.steps.tolist(), c.ends.tolist()) for c in runs]
     if wrong := [k for k,s in enumerate(said) if s != said[0]]:
-        raise ValueError(f"runs 0 and {wrong[0]} differ in tasks, cycles, or the steps of evaluations and ends: {said[0]} and "
-                         f"{said[wrong[0]]}")
+        raise ValueError(f"runs 0 and {wrong[0]} differ in tasks, cycles, or the steps of evaluations and ends: "
+                         f"{said[0]} and {said[wrong[0]]}")
     return Curves(runs[0].task_ids, runs[0].cycles, runs[0].steps, np.stack([c.returns for c in runs]), runs[0].ends)
-

@@ -35,7 +35,8 @@ class Experiment:
     def __post_init__(self):
         for name in ("steps", "eval_every", "eval_episodes"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1: raise ValueError(f"{name} is a whole number from 1, found {value!r}")
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is a whole number from 1, found {value!r}")
         if not self.trained: raise ValueError(f"{self.stream.name!r} trains no task; leave one out of the probes")
 
     @property
@@ -60,7 +61,8 @@ def with_pairs(
     for task in [stream[i] for i in stream.ids]:
         tasks.append(replace(task, eval_env=None))
         if task.eval_env is None: continue
-        if not task.trained: raise ValueError(f"task {task.id!r} is never trained and has an eval_env; give it as its env")
+        if not task.trained:
+            raise ValueError(f"task {task.id!r} is never trained and has an eval_env; give it as its env")
         tasks.append(Task(task.id+PAIR, task.name, task.prompt, task.eval_env, trained=False))
     return Stream(stream.name, tasks, None, stream.cycles)
 
@@ -83,7 +85,8 @@ class Spec:
     @property
     def sizes(self)->dict:
         "Its numbers, named as in `Kind.agents`."
-        return dict(cycles=self.cycles, steps_per_task=self.steps, eval_every=self.eval_every, n_trials=self.eval_episodes)
+        return dict(cycles=self.cycles, steps_per_task=self.steps, eval_every=self.eval_every,
+                    n_trials=self.eval_episodes)
 
 # %% ../../nbs/crl/01_experiment.ipynb #c7100010
 ATARI = dict(image=84, grey=True, stack=4, skip=4, noop=30, max_steps=10_000, full_actions=True, episodic_life=True)
@@ -93,7 +96,8 @@ GAMES = "climber","dodgeball","ninja","starpilot","bigfish","fruitbot"
 
 def levels_of(game:str, levels:list)->Spec:
     "One game, whose level changes from task to task."
-    return Spec("Procgen", f"{game}_{len(levels)}", tuple(f"{game} level {k}" for k in levels), 3_000_000, 3, 100_000, env=LEVELS)
+    tasks = tuple(f"{game} level {k}" for k in levels)
+    return Spec("Procgen", f"{game}_{len(levels)}", tasks, 3_000_000, 3, 100_000, env=LEVELS)
 
 def chores(paired:bool=False)->Spec:
     "Three household tasks."
@@ -104,9 +108,10 @@ def chores(paired:bool=False)->Spec:
 # %% ../../nbs/crl/01_experiment.ipynb #c7100011
 specs = Registry("experiment",
     atari_6_tasks_5_cycles=Spec("Atari", "atari_6", SIX, 50_000_000, 5, 250_000, env=ATARI),
-    mini_atari_3_tasks_3_cycles=Spec("Atari", "mini_atari_3", (SIX[0], SIX[2], SIX[5]), 50_000_000, 3, 250_000, env=ATARI),
-    procgen_6_tasks_5_cycles=Spec("Procgen", "procgen_6", tuple(f"{g}, levels 0 to 199" for g in GAMES), 5_000_000, 5, 250_000,
-                                  tuple(f"{g}, all levels" for g in GAMES), env=LEVELS),
+    mini_atari_3_tasks_3_cycles=Spec("Atari", "mini_atari_3", (SIX[0], SIX[2], SIX[5]), 50_000_000, 3, 250_000,
+                                     env=ATARI),
+    procgen_6_tasks_5_cycles=Spec("Procgen", "procgen_6", tuple(f"{g}, levels 0 to 199" for g in GAMES), 5_000_000, 5,
+                                  250_000, tuple(f"{g}, all levels" for g in GAMES), env=LEVELS),
     procgen_climber_fixed_seq=levels_of("climber", [3, 16, 42, 46]),
     procgen_fruitbot_fixed_seq=levels_of("fruitbot", [1, 10, 11, 12, 14]),
     procgen_miner_fixed_seq=levels_of("miner", [16, 25, 29, 31]),
@@ -124,8 +129,9 @@ def check_engine(name:str):
     "ValueError for one of CORA's experiments whose environments clvla does not have."
     spec = specs[name]
     if not spec.stream:
-        raise ValueError(f"{name} ({len(spec.tasks)} tasks x {spec.cycles} cycles x {spec.steps:,} steps) cannot be made: "
-                         f"{MISSING[spec.engine]}. Take a stream with discrete actions; there are: {', '.join(stream_names())}")
+        size = f"{len(spec.tasks)} tasks x {spec.cycles} cycles x {spec.steps:,} steps"
+        raise ValueError(f"{name} ({size}) cannot be made: {MISSING[spec.engine]}. Take a stream with discrete "
+                         f"actions; there are: {', '.join(stream_names())}")
 
 # %% ../../nbs/crl/01_experiment.ipynb #c7100019
 def make_experiment(
@@ -151,7 +157,8 @@ def make_experiment(
 def agents_of(stream:Stream)->dict:
     "`Kind.agents` of the stream's environments; ValueError for a task without one."
     for task in stream.tasks:
-        if task.env is None: raise ValueError(f"task {task.id!r} has no environment to act in; take tasks of a simulator")
+        if task.env is None:
+            raise ValueError(f"task {task.id!r} has no environment to act in; take tasks of a simulator")
     return dict(kind_of(stream.tasks[0]).agents)
 
 # %% ../../nbs/crl/01_experiment.ipynb #c710001d
@@ -167,6 +174,7 @@ class Spaces:
     @property
     def largest(self)->int: return max(self.n_actions.values())
 
+# %% ../../nbs/crl/01_experiment.ipynb #c710s001
 def spaces_of(
     exp:Experiment,
     image_size:int # pixels
@@ -188,11 +196,14 @@ def joint(
     first,*_ = sizes.values()
     for what,differ in dict(picture="pictures", state="state vectors").items():
         found = {i: size[what] for i,size in sizes.items()}
-        if len(set(found.values())) > 1: raise ValueError(f"the tasks' {differ} differ in size: {found}; take tasks of one kind")
+        if len(set(found.values())) > 1:
+            raise ValueError(f"the tasks' {differ} differ in size: {found}; take tasks of one kind")
     boxes = {i: size["n_actions"] is None for i,size in sizes.items()}
     if len(set(boxes.values())) > 1:
         raise ValueError(f"some tasks have continuous actions and some discrete ones: {boxes}; take tasks of one sort")
     planes,h,_ = first["picture"]
-    if h != image_size: raise ValueError(f"the tasks' pictures have {h} pixels, and image_size asks for {image_size}; leave it at 0")
+    if h != image_size:
+        raise ValueError(f"the tasks' pictures have {h} pixels, and image_size asks for {image_size}; leave it at 0")
     box = first["n_actions"] is None
-    return Spaces(h, first["state"], {i: size["action_dim"] if box else size["n_actions"] for i,size in sizes.items()}, planes, box)
+    n_actions = {i: size["action_dim"] if box else size["n_actions"] for i,size in sizes.items()}
+    return Spaces(h, first["state"], n_actions, planes, box)

@@ -55,10 +55,11 @@ def check_actions(cfg:AgentConfig, agent, spaces:Spaces):
     "ValueError for continuous actions where the agent, or the method against forgetting, is made for discrete ones."
     if not spaces.box: return
     if not agent.boxes:
-        raise ValueError(f"suite {cfg.suite!r} has continuous actions, and algo {cfg.algo!r} chooses among discrete ones; "
-                         "take algo='ppo', or a stream with discrete actions")
-    if cfg.cl != "none": raise ValueError(f"cl {cfg.cl!r} measures discrete policies, and suite {cfg.suite!r} has continuous actions; "
-                                          "leave cl at 'none'")
+        raise ValueError(f"suite {cfg.suite!r} has continuous actions, and algo {cfg.algo!r} chooses among discrete "
+                         "ones; take algo='ppo', or a stream with discrete actions")
+    if cfg.cl != "none":
+        raise ValueError(f"cl {cfg.cl!r} measures discrete policies, and suite {cfg.suite!r} has continuous actions; "
+                         "leave cl at 'none'")
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00008
 class AgentLearner(OnStream):
@@ -164,8 +165,8 @@ def update(self:AgentLearner, stage:Stage):
     self.shell.run.log(stage=stage.t, task=stage.name, step=self.step, frames=self.frames, **self.logged(numbers),
                        **self.runner.numbers())
     self.step += 1
-    emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t, n_stages=len(self.stages),
-         loss=numbers.get("loss"))
+    emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t,
+         n_stages=len(self.stages), loss=numbers.get("loss"))
 
 @patch
 def logged(self:AgentLearner, numbers:dict)->dict:
@@ -251,12 +252,13 @@ def curves_from(
     learner,trained = run.config.get("learner"),list(dict.fromkeys(run.stages))
     if learner != "agent": raise ValueError(f"{run.path} is a run of {learner}; curves are of agents")
     ends = {r["stage"]: r["frames"] for r in run.records if r["step"] is None and r["stage"] >= 0}
-    if len(ends) < len(run.stages): raise ValueError(f"{run.path} has evaluated the end of {len(ends)} of {len(run.stages)} "
-                                                     "stages; start the same command again, and it goes on")
+    if len(ends) < len(run.stages):
+        raise ValueError(f"{run.path} has evaluated the end of {len(ends)} of {len(run.stages)} stages; start the same "
+                         "command again, and it goes on")
     pairs = {i: i+PAIR for i in trained if i+PAIR in run.task_ids}
     return from_episodes(run.records, trained, len(run.stages)//len(trained), [ends[t] for t in sorted(ends)], pairs)
 
 def eval_agent(run_dir, name:str):
     "Evaluating an agent's checkpoints afterwards is refused: its run evaluates all tasks as it goes."
-    raise ValueError(f"{run_dir} is a run of an agent, and evaluates every task while it learns; set eval_every and n_trials "
-                     "of a new run for more")
+    raise ValueError(f"{run_dir} is a run of an agent, and evaluates every task while it learns; set eval_every and "
+                     "n_trials of a new run for more")

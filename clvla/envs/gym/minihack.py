@@ -52,12 +52,14 @@ class MiniHack(Gym):
     label,extra,modules,packages = "MiniHack","minihack",("nle", "minihack"),("gymnasium", "minihack", "nle")
     env = RoomEnv
     agents = dict(cycles=2, steps_per_task=100_000, eval_every=50_000, n_trials=10, image_size=84)
-    options = dict(observation_keys=["pixel_crop"], obs_crop_h=5, obs_crop_w=5, reward_win=1, reward_lose=0, penalty_step=-.001,
-                   penalty_mode="constant", penalty_time=0., character="mon-hum-neu-mal", fix_moon_phase=True, render_mode=None)
+    options = dict(observation_keys=["pixel_crop"], obs_crop_h=5, obs_crop_w=5, reward_win=1, reward_lose=0,
+                   penalty_step=-.001, penalty_mode="constant", penalty_time=0., character="mon-hum-neu-mal",
+                   fix_moon_phase=True, render_mode=None)
 
     def room(self, name:str)->dict:
         "The spec of a room."
-        return dict(kind="minihack", name=f"minihack:MiniHack-{name}-v0", max_steps=limit_of(name), make=dict(self.options))
+        return dict(kind="minihack", name=f"minihack:MiniHack-{name}-v0", max_steps=limit_of(name),
+                    make=dict(self.options))
 
     def streams(self)->dict:
         tasks = [Task(a, a, "find the stairs", self.room(a), eval_env=self.room(b)) for a,b in ROOMS]
