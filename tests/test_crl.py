@@ -115,6 +115,50 @@ def test_a_signal_stops_between_two_updates_and_the_run_goes_on(tmp_path, done):
     assert lines[0] == "continued after 001+000002-right"
 
 
+@pytest.mark.parametrize("n, kw", [(0, {}), (7, dict(save_every=3)), (12, dict(save_every=2))])
+def test_an_evaluation_in_the_background_computes_what_one_that_waits_does(tmp_path, done, n, kw):
+    "Also after a loss of power, and no process is left."
+    from clvla.core.processes import descendants
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    import os
+    before = set(descendants(os.getpid()))
+    with pytest.MonkeyPatch.context() as m:
+        if n:
+            crash_after(m, n)
+            with pytest.raises(Crash): learn_tasks(small(tmp_path/"run", background=True, **kw), say=len)
+    run = learn_tasks(small(tmp_path/"run", background=True, **kw), say=len)
+    assert fingerprint(run.path) == fingerprint(done.path) and set(descendants(os.getpid())) == before
+    assert [r for r in run.episodes() if r["step"]] and len(run.episodes()) == len(done.episodes())
+
+
+@pytest.mark.parametrize("algo", ["sane", "progress_compress"])
+def test_agents_with_several_networks_are_evaluated_in_the_background_alike(tmp_path, algo):
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    kw = dict(algo=algo, algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2), steps_per_task=80, cycles=1)
+    runs = [learn_tasks(small(tmp_path/str(flag), data=tmp_path, background=flag, **kw), say=len) for flag in (False, True)]
+    assert fingerprint(runs[0].path) == fingerprint(runs[1].path)
+
+
+def test_an_evaluation_that_was_killed_ends_the_run_and_the_same_command_goes_on(tmp_path, done):
+    import os
+    import signal
+    from clvla.crl.background import Aside
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    made, real = [], Aside.__init__
+
+    def init(self, work):
+        real(self, (lambda: __import__("time").sleep(60)) if len(made) == 3 else work)
+        made.append(self)
+        if len(made) == 4: os.kill(self.pid, signal.SIGKILL)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Aside, "__init__", init)
+        with pytest.raises(RuntimeError, match="the process of an evaluation was ended by SIGKILL"): learn_tasks(small(tmp_path/"run", background=True), say=len)
+    assert fingerprint(learn_tasks(small(tmp_path/"run", background=True), say=len).path) == fingerprint(done.path)
+
+
 def test_no_step_is_lost_and_every_task_is_evaluated_at_every_point(done):
     from clvla.crl.learner import curves_of
     from clvla.core.trials import use_of
@@ -234,7 +278,7 @@ def test_a_minihack_room_is_seeded_before_its_reset_and_ends_as_it_should(monkey
 @pytest.mark.parametrize("kw, says", [
     (dict(suite="dot_2", algo="impala", algo_kw={}), "continuous actions"), (dict(suite="dots"), "there is no experiment 'dots'"), 
     (dict(suite="chores_sequential_multi_traj"), "crl_alfred"), (dict(algo="pppo"), "did you mean 'ppo'"), (dict(cl="ewcc"), "did you mean 'ewc'"), (dict(cl_kw=dict(ewc_lam=1.)), "it takes no settings"), (dict(algo_kw=dict(gama=1.)), "did you mean 'gamma'"),
-    (dict(algo_kw=dict(gamma=2.)), "gamma must be"), (dict(num_processes=2), "one process"), (dict(precision="bf16"), "float32"),
+    (dict(algo_kw=dict(gamma=2.)), "gamma must be"), (dict(num_processes=2), "one process"), (dict(precision="bf16"), "float32"), (dict(background=True, runner="ray"), "Ray's connections have none"),
     (dict(cycles=-1), "cycles must not be negative"), (dict(algo_kw=dict(horizon=0)), "horizon must be"), (dict(image_size=2), "at least 4 pixels")])
 def test_bad_settings_are_refused_before_anything_is_made(tmp_path, kw, says):
     from clvla.crl.learner import learn_tasks

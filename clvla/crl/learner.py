@@ -15,6 +15,7 @@ from ..core.batch import torch_rng
 from ..core.files import write_json
 from ..core.progress import emit
 from .all import make_agent, make_cl, make_runner
+from .background import Aside
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
 from .experiment import PAIR, Spaces
@@ -71,6 +72,9 @@ class AgentLearner(OnStream):
         self.cfg = cfg
         self.exp,self.spaces = check_agent(cfg)
         self.stream,self.acc = self.exp.stream,make_accelerator(cfg)
+        if cfg.background and self.acc.device.type != "cpu":
+            raise ValueError(f"background takes a copy of this process, and the memory of {self.acc.device} has none; "
+                             "leave it off, or set device to 'cpu'")
         self.agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
         self.runner = make_runner(cfg.runner, cfg, self.exp, **cfg.runner_kw)
         self.cl = make_cl(cfg.cl, **cfg.cl_kw)
@@ -78,6 +82,7 @@ class AgentLearner(OnStream):
         self.agent.home,self.agent.keep = Path(cfg.run_dir)/"replay",cfg.keep
         self.t,self.step,self.frames,self.offered = 0,None,0,None   # `offered`: position of the last `state_dict`
         self.lanes = self.draws = self.examiner = None
+        self.aside = None   # an evaluation in the background, and what it is of
 
     @property
     def per_update(self)->int: return self.agent.n_envs*self.agent.horizon
@@ -98,7 +103,9 @@ class AgentLearner(OnStream):
     def summary(self): return dict(stages=len(self.stages), frames=self.frames)
     def close(self): pass
     def release(self):
-        "End the environments."
+        "End the environments, and an evaluation that nobody has waited for."
+        if self.aside: self.aside[0].drop()
+        self.aside = None
         for holder in (self.lanes, self.examiner, self.runner):
             if holder: holder.close()
 
@@ -186,25 +193,47 @@ def evaluate_if_due(self:AgentLearner, stage:Stage):
 @patch
 def evaluate(self:AgentLearner, t:int, step=None):
     "Play every task's evaluation episodes after stage `t` (-1: before the first), or after `step` updates inside it."
-    run = self.shell.run
-    name = self.stages[t].name if t >= 0 else ""
-    point = dict(stage=t, after=name, step=step, frames=self.frames)
-    recorded = {record_key(r) for r in run.episodes()}
+    self.gather()
+    recorded = {record_key(r) for r in self.shell.run.episodes()}
     wanted = [(t, step, i, k) for i in self.stream.ids for k in range(self.exp.eval_episodes)]
     if recorded.issuperset(wanted): return
+    point = dict(stage=t, after=self.stages[t].name if t >= 0 else "", step=step, frames=self.frames)
+    if self.cfg.background:
+        self.aside = Aside(lambda: self.examiner.play(self.agent)),point
+        if t == len(self.stages)-1 and step is None: self.gather()   # nothing is left to be learnt
+        return
     with self.shell.cost.measure("evaluation"): records = self.examiner.play(self.agent, self.shell.stop.check)
+    self.note(point, records)
+
+# %% ../../nbs/crl/11_learner.ipynb #c7b0bg02
+@patch
+def gather(self:AgentLearner):
+    "Wait for the evaluation in the background, if there is one, and write its records."
+    if self.aside is None: return
+    (aside,point),self.aside = self.aside,None
+    with self.shell.cost.measure("evaluation"): records = aside.answer()
+    self.note(point, records)
+
+@patch
+def note(self:AgentLearner,
+    point:dict,  # stage, after, step, frames
+    records:list # of all evaluation episodes
+):
+    "Write what is not yet recorded, and say each task's mean return."
+    run = self.shell.run
+    recorded = {record_key(r) for r in run.episodes()}
     for record in records:
         record = point | record | dict(restarts=0)
         if record_key(record) not in recorded: run.episode(record)
     means = {i: sum(r["reward"] for r in records if r["task"] == i)/self.exp.eval_episodes for i in self.stream.ids}
-    place = f"after {name}" if t >= 0 else "before training"
-    self.shell.say(f"{self.frames} steps, {'in '+name if step else place}: return " +
-                   ", ".join(f"{i} {m:.2f}" for i,m in means.items()))
+    place = f"in {point['after']}" if point["step"] else f"after {point['after']}" if point["after"] else "before training"
+    self.shell.say(f"{point['frames']} steps, {place}: return " + ", ".join(f"{i} {m:.2f}" for i,m in means.items()))
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00012
 @patch
 def state_dict(self:AgentLearner)->dict:
     "File -> state."
+    self.gather()   # a checkpoint holds the records of all evaluations before it
     if self.offered is not None and self.shell.saved_position == self.offered: self.agent.saved()
     self.offered = self.shell.position
     inside = {} if self.step is None else dict(lanes=self.lanes.state_dict(), draws=self.draws.get_state(),
