@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from clvla.crl.curves import Curves, boundary_values, final_performance, forgetting, from_episodes, measures, per_cycle, scales, smooth, transfer
+from clvla.crl.curves import Curves, boundary_values, final_performance, forgetting, from_episodes, measures, per_cycle, performance, scales, smooth, transfer, transfer_per_cycle, zero_shot
 
 
 def curves(K=3, cycles=2, runs=4, seed=0, lengths=None):
@@ -16,17 +16,21 @@ def curves(K=3, cycles=2, runs=4, seed=0, lengths=None):
 @pytest.mark.parametrize("seed", range(5))
 def test_stages_of_any_length_against_plain_loops(seed):
     c = curves(seed=seed)
-    F, Z, cycle = forgetting(c), transfer(c), per_cycle(c)
+    F, Z, since, cycle = forgetting(c), transfer(c), transfer(c, isolated=False), per_cycle(c)
     for s, i in np.ndindex(4, 3):
         m = max(abs(x) for run in c.returns for x in run[i])
         at = lambda k: [y for x, y in zip(c.steps, c.returns[s, i]) if x <= (c.ends[k] if k >= 0 else c.steps[0])][-1]
         for k in range(c.L):
             if k > i: assert F[s, i, k] == pytest.approx((at(k-1)-at(k))/m, abs=1e-12)
             else: assert np.isnan(F[s, i, k])
-        for j in range(i): assert Z[s, i, j] == pytest.approx((at(j)-at(j-1))/m, abs=1e-12)
+        for j in range(i): assert (Z[s, i, j], since[s, i, j]) == pytest.approx(((at(j)-at(j-1))/m, (at(j)-at(-1))/m), abs=1e-12)
     for s, n in np.ndindex(4, 2):
         values = [F[s, i, k] for i in range(3) for k in range(3*n, 3*n+3) if k > i and k % 3 != i]
         assert cycle[s, n] == pytest.approx(np.mean(values), abs=1e-12)
+        later = [-F[s, i, k] if n else Z[s, i, k] for i in range(3) for k in range(3*n, 3*n+i)]   # trained before in later cycles
+        assert transfer_per_cycle(c)[s, n] == pytest.approx(np.mean(later), abs=1e-12)
+        assert performance(c)[s, n] == pytest.approx(np.mean([c.returns[s, i, np.flatnonzero(c.steps <= c.ends[3*n+2])[-1]] for i in range(3)]), abs=1e-12)
+    assert zero_shot(c) == pytest.approx([np.mean([since[s, i, j] for i in range(3) for j in range(i)]) for s in range(4)], abs=1e-12)
 
 
 def test_a_task_that_never_earned_has_no_scale():
@@ -111,6 +115,50 @@ def test_a_signal_stops_between_two_updates_and_the_run_goes_on(tmp_path, done):
     assert lines[0] == "continued after 001+000002-right"
 
 
+@pytest.mark.parametrize("n, kw", [(0, {}), (7, dict(save_every=3)), (12, dict(save_every=2))])
+def test_an_evaluation_in_the_background_computes_what_one_that_waits_does(tmp_path, done, n, kw):
+    "Also after a loss of power, and no process is left."
+    from clvla.core.processes import descendants
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    import os
+    before = set(descendants(os.getpid()))
+    with pytest.MonkeyPatch.context() as m:
+        if n:
+            crash_after(m, n)
+            with pytest.raises(Crash): learn_tasks(small(tmp_path/"run", background=True, **kw), say=len)
+    run = learn_tasks(small(tmp_path/"run", background=True, **kw), say=len)
+    assert fingerprint(run.path) == fingerprint(done.path) and set(descendants(os.getpid())) == before
+    assert [r for r in run.episodes() if r["step"]] and len(run.episodes()) == len(done.episodes())
+
+
+@pytest.mark.parametrize("algo", ["sane", "progress_compress"])
+def test_agents_with_several_networks_are_evaluated_in_the_background_alike(tmp_path, algo):
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    kw = dict(algo=algo, algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2), steps_per_task=80, cycles=1)
+    runs = [learn_tasks(small(tmp_path/str(flag), data=tmp_path, background=flag, **kw), say=len) for flag in (False, True)]
+    assert fingerprint(runs[0].path) == fingerprint(runs[1].path)
+
+
+def test_an_evaluation_that_was_killed_ends_the_run_and_the_same_command_goes_on(tmp_path, done):
+    import os
+    import signal
+    from clvla.crl.background import Aside
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    made, real = [], Aside.__init__
+
+    def init(self, work):
+        real(self, (lambda: __import__("time").sleep(60)) if len(made) == 3 else work)
+        made.append(self)
+        if len(made) == 4: os.kill(self.pid, signal.SIGKILL)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Aside, "__init__", init)
+        with pytest.raises(RuntimeError, match="the process of an evaluation was ended by SIGKILL"): learn_tasks(small(tmp_path/"run", background=True), say=len)
+    assert fingerprint(learn_tasks(small(tmp_path/"run", background=True), say=len).path) == fingerprint(done.path)
+
+
 def test_no_step_is_lost_and_every_task_is_evaluated_at_every_point(done):
     from clvla.crl.learner import curves_of
     from clvla.core.trials import use_of
@@ -178,10 +226,59 @@ def test_a_pair_is_evaluated_and_never_trained(tmp_path):
     assert steps and max(steps) <= 3 and curves_of(run.path).task_ids == ("left", "right")
 
 
+def test_minihack_has_coras_numbers_and_says_what_installs_it(tmp_path, monkeypatch):
+    "Without the simulator: it is not part of these tests' environment."
+    import importlib.util
+    from clvla.crl.experiment import make_experiment, specs
+    from clvla.crl.learner import learn_tasks
+    spec, exp = specs["minihack_nav_paired_2_cycles"], make_experiment("minihack_nav_paired_2_cycles")
+    assert (spec.total, len(exp.pairs), exp.eval_every, exp.eval_episodes, len(exp.stages)) == (300_000_000, 15, 1_000_000, 10, 30)
+    for a, b in zip(spec.tasks, spec.pairs):
+        assert f"MiniHack-{a}-v0" in exp.stream[a].env["name"] and f"MiniHack-{b}-v0" in exp.stream[a+"-test"].env["name"]
+    assert make_experiment("minihack_nav_15").ends[-1] == 30*100_000
+    one = make_experiment(dict(base="minihack_nav_15", tasks=["KeyRoom-S5"]))
+    assert one.stream.ids == ["KeyRoom-S5", "KeyRoom-S5-test"] and one.trained == ["KeyRoom-S5"]
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in ("nle", "minihack") else real(name, *a))
+    with pytest.raises(ImportError, match=r"clvla\[minihack\]"): learn_tasks(small(tmp_path/"run", suite="minihack_nav_paired_2_cycles"), say=len)
+
+
+class Room:
+    "What MiniHack's simulator answers, as far as `RoomEnv` asks: chance comes from `seed`, and at the limit `truncated` comes too late."
+    def __init__(self, limit=3): self.limit, self.seeds, self.t, self.unwrapped = limit, None, 0, self
+    def seed(self, core, disp, reseed): self.seeds = (core, disp, reseed)
+    def seen(self): return dict(pixel_crop=np.full((80, 80, 3), self.t+1, np.uint8))
+    def reset(self, seed=None): self.t = 0; return self.seen(), {}
+    def step(self, action):
+        self.t += 1
+        status = 2 if action == 7 else 1 if action == 6 else -1 if self.t >= self.limit else 0
+        return self.seen(), float(status == 2), status != 0, False, dict(end_status=status)
+    def close(self): pass
+
+
+def test_a_minihack_room_is_seeded_before_its_reset_and_ends_as_it_should(monkeypatch):
+    gymnasium = pytest.importorskip("gymnasium")
+    from clvla.core.names import IMAGE
+    from clvla.envs.gym import env as gym_env
+    from clvla.envs.gym.minihack import RoomEnv, minihack
+    sim = Room()
+    sim.action_space, sim.observation_space = gymnasium.spaces.Discrete(8), None
+    monkeypatch.setattr(gym_env, "make_sim", lambda name, options: sim)
+    env = RoomEnv(minihack.room("Room-Random-5x5"), image_size=84)
+    seeds, ends = [], []
+    for trial, actions in ((0, [0, 0, 0]), (0, [7]), (1, [6])):
+        image = env.reset(trial)[IMAGE]
+        seeds.append(sim.seeds)
+        assert image.shape == (84, 84, 3) and image[:2].max() == 0 and image[2:82, 2:82].min() == 1
+        ends.append(env.step_chunk([[a] for a in actions])[1:5])
+    assert seeds[0] == seeds[1] != seeds[2] and all(core == disp and reseed is False for core, disp, reseed in seeds)
+    assert [(list(r), s, term, trunc) for r, s, term, trunc in ends] == [([0, 0, 0], False, False, True), ([1], True, True, False), ([0], False, True, False)]
+
+
 @pytest.mark.parametrize("kw, says", [
-    (dict(suite="dot_2", algo="impala", algo_kw={}), "continuous actions"), (dict(suite="dots"), "there is no experiment 'dots'"), (dict(suite="minihack_nav_paired_2_cycles"), "cannot be made"),
+    (dict(suite="dot_2", algo="impala", algo_kw={}), "continuous actions"), (dict(suite="dots"), "there is no experiment 'dots'"), 
     (dict(suite="chores_sequential_multi_traj"), "crl_alfred"), (dict(algo="pppo"), "did you mean 'ppo'"), (dict(cl="ewcc"), "did you mean 'ewc'"), (dict(cl_kw=dict(ewc_lam=1.)), "it takes no settings"), (dict(algo_kw=dict(gama=1.)), "did you mean 'gamma'"),
-    (dict(algo_kw=dict(gamma=2.)), "gamma must be"), (dict(num_processes=2), "one process"), (dict(precision="bf16"), "float32"),
+    (dict(algo_kw=dict(gamma=2.)), "gamma must be"), (dict(num_processes=2), "one process"), (dict(precision="bf16"), "float32"), (dict(background=True, runner="ray"), "Ray's connections have none"),
     (dict(cycles=-1), "cycles must not be negative"), (dict(algo_kw=dict(horizon=0)), "horizon must be"), (dict(image_size=2), "at least 4 pixels")])
 def test_bad_settings_are_refused_before_anything_is_made(tmp_path, kw, says):
     from clvla.crl.learner import learn_tasks

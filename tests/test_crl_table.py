@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from clvla.core.records import read_jsonl
-from clvla.crl.curves import final_performance, forgetting, per_cycle, transfer
+from clvla.crl.curves import final_performance, forgetting, per_cycle, performance, transfer, transfer_per_cycle, zero_shot
 from clvla.crl.learner import curves_from
 from clvla.run.kept import unpack
 
@@ -44,7 +44,7 @@ def test_recorded_curves_against_coras_loops(name):
     tasks, e, c = list(dict.fromkeys(line["stream"]["stages"])), ends(line), curves_from(unpack(name, line))
     K, L = len(tasks), len(e)-1
     strict, at_ends = forgetting(c, strict=True), forgetting(c)
-    kept = {n: [] for n in range(L//K)}
+    kept, later, since = {n: [] for n in range(L//K)}, {n: [] for n in range(L//K)}, []
     for i, task in enumerate(tasks):
         x, y = curve(line, task)
         m = max(abs(value) for value in y)
@@ -55,10 +55,19 @@ def test_recorded_curves_against_coras_loops(name):
             lost = (y[list(x).index(e[k])]-y[list(x).index(e[k+1])])/m   # the evaluations at the very ends of the stages
             assert at_ends[i, k] == pytest.approx(lost, abs=1e-12)
             if k % K != i: kept[k//K].append(lost)
+        value = lambda k: y[list(x).index(e[k])]
+        for k in range(L):
+            if k % K < i: later[k//K].append((value(k+1)-value(k))/m)
         for j in range(i):
-            before = region(x, y, 0, e[j])[-1] if j else y[0]
-            assert transfer(c, strict=True)[i, j] == pytest.approx((region(x, y, e[j], e[j+1])[-1]-before)/m, abs=1e-12)
+            before, after = region(x, y, 0, e[j])[-1] if j else y[0], region(x, y, e[j], e[j+1])[-1]
+            assert transfer(c, strict=True)[i, j] == pytest.approx((after-before)/m, abs=1e-12)
+            assert transfer(c, strict=True, isolated=False)[i, j] == pytest.approx((after-y[0])/m, abs=1e-12)   # USE_ISOLATED_ZSFT off
+            since.append((value(j+1)-y[0])/m)
     assert per_cycle(c) == pytest.approx([np.mean(of) for of in kept.values()], abs=1e-12)
+    assert transfer_per_cycle(c) == pytest.approx([np.mean(of) for of in later.values()], abs=1e-12)
+    assert zero_shot(c) == pytest.approx(np.mean(since), abs=1e-12)
+    ends_of_cycles = [np.mean([curve(line, task)[1][list(curve(line, task)[0]).index(e[n])] for task in tasks]) for n in range(K, L+1, K)]
+    assert performance(c) == pytest.approx(ends_of_cycles, abs=1e-12)
     assert final_performance(c) == pytest.approx(np.mean([curve(line, task)[1][-1] for task in tasks]), abs=1e-12)
 
 
@@ -74,4 +83,4 @@ def test_the_comparison_page_shows_what_agents_forget(tmp_path):
     out = papermill(tmp_path, "-p", "runs", f"{tmp_path}/runs/*-s?", "-p", "baseline", "random", "-p", "report", str(report))
     assert out.returncode == 0, out.stderr[-2000:]
     text = report.read_text()
-    assert "What agents forget" in text and "isolated forgetting, cycle 0" in text and "Curves: ppo" in text
+    assert "What agents forget" in text and "isolated forgetting, cycle 0" in text and "isolated forward transfer, cycle 0" in text and "Curves: ppo" in text

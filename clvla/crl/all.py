@@ -34,7 +34,8 @@ def make_cl(
 
 # %% ../../nbs/crl/90_all.ipynb #8c834a2a
 runners = Registry("runner", sync="clvla.crl.runner:Runner", batched="clvla.crl.engine:Batched",
-                   parallel="clvla.crl.actors:Parallel", actors="clvla.crl.actors:Actors", ray="clvla.crl.ray:RayActors")
+                   parallel="clvla.crl.actors:Parallel", actors="clvla.crl.actors:Actors",
+                   ray="clvla.crl.ray:RayActors")
 
 def make_runner(
     name:str,   # a key of `runners`

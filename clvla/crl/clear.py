@@ -26,7 +26,8 @@ def unrolls_of(
     for e in range(rollout["reward"].shape[1]):
         rows = {k: v[:, e:e+1].clone() for k,v in rollout.items() if k not in ("cut", "cut_at")}
         mine = rollout["cut_at"][:, 1] == e
-        split.append(rows | dict(cut={k: v[mine] for k,v in rollout["cut"].items()}, cut_at=rollout["cut_at"][mine, :1]))
+        cut = {k: v[mine] for k,v in rollout["cut"].items()}
+        split.append(rows | dict(cut=cut, cut_at=rollout["cut_at"][mine, :1]))
     return split
 
 def rollout_of(
@@ -47,7 +48,8 @@ class Unrolls:
         seed:int=0,
         file=None      # an `UnrollFile` for them; None: working memory
     ):
-        if frames < horizon: raise ValueError(f"a memory of {frames} frames holds no unroll of {horizon} steps; enlarge it")
+        if frames < horizon:
+            raise ValueError(f"a memory of {frames} frames holds no unroll of {horizon} steps; enlarge it")
         self.most,self.horizon,self.rng = frames//horizon,horizon,torch_rng(seed, "unrolls")
         self.file,self.keys,self.heap = file,[],[]   # `heap`: (key, place) of each, the least key first
         self.items = [] if file is None else file
@@ -77,17 +79,22 @@ class Unrolls:
         chosen = torch.randperm(len(self), generator=self.rng)[:n].tolist()
         return rollout_of([self.items[k] for k in chosen])
 
-    def state_dict(self):
-        items = list(self.items) if self.file is None else self.file.state_dict()
-        return dict(keys=list(self.keys), items=items, rng=rng_state(self.rng))
+# %% ../../nbs/crl/05_clear.ipynb #c7500s02
+@patch
+def state_dict(self:Unrolls)->dict:
+    "Keys, unrolls or where they lie, and the generator."
+    items = list(self.items) if self.file is None else self.file.state_dict()
+    return dict(keys=list(self.keys), items=items, rng=rng_state(self.rng))
 
-    def load_state_dict(self, state):
-        if (self.file is None) != isinstance(state["items"], list):
-            raise ValueError("the stored memory lies elsewhere: start with the same setting `file`, or in a new run_dir")
-        self.keys,self.heap = list(state["keys"]),[]
-        if self.file is None: self.items = list(state["items"])
-        else: self.file.load_state_dict(state["items"])
-        set_rng_state(self.rng, state["rng"])
+@patch
+def load_state_dict(self:Unrolls, state:dict):
+    "Go on from `state`; ValueError when its unrolls lie in a file and these do not, or the other way round."
+    if (self.file is None) != isinstance(state["items"], list):
+        raise ValueError("the stored memory lies elsewhere: start with the same setting `file`, or in a new run_dir")
+    self.keys,self.heap = list(state["keys"]),[]
+    if self.file is None: self.items = list(state["items"])
+    else: self.file.load_state_dict(state["items"])
+    set_rng_state(self.rng, state["rng"])
 
 # %% ../../nbs/crl/05_clear.ipynb #c750000d
 def cloning_loss(
@@ -140,22 +147,25 @@ def check(self:CLEAR, exp, spaces):
     IMPALA.check(self, exp, spaces)
     need,there = self.frames*frame_bytes(spaces),os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
     if need > there and not self.file:
-        raise ValueError(f"the memory of {size_text(self.frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; "
-                         "set file=True, which puts it into the run's folder, or keep fewer frames")
+        raise ValueError(f"the memory of {size_text(self.frames, spaces)}, is larger than this machine's "
+                         f"{there/1e6:,.1f} MB; set file=True, which puts it into the run's folder, or keep fewer "
+                         "frames")
 
 @patch
 def build(self:CLEAR, exp, spaces, device="cpu"):
     "IMPALA's networks, and the memory's file where there shall be one."
     IMPALA.build(self, exp, spaces, device)
     if not self.file: return
-    if self.home is None: raise ValueError("a memory in a file needs a folder; a run gives it, alone set agent.home first")
+    if self.home is None:
+        raise ValueError("a memory in a file needs a folder; a run gives it, alone set agent.home first")
     file = UnrollFile(Path(self.home)/"unrolls.bin", self.memory.most, self.keep)
     self.memory = Unrolls(self.frames, self.horizon, self.seed, file)
 
 @patch
 def about(self:CLEAR)->list:
     "What the memory takes."
-    return [f"memory: {size_text(self.frames, self.spaces)}, in {self.memory.file.path if self.file else 'working memory'}"]
+    place = self.memory.file.path if self.file else "working memory"
+    return [f"memory: {size_text(self.frames, self.spaces)}, in {place}"]
 
 @patch
 def saved(self:CLEAR):
@@ -165,7 +175,7 @@ def saved(self:CLEAR):
 # %% ../../nbs/crl/05_clear.ipynb #c7500011
 @patch
 def learn(self:CLEAR, rollout:dict)->dict:
-    "`epochs` updates, each on the new unrolls and on remembered ones drawn anew; then the new ones are shown to the memory."
+    "`epochs` updates, each on the new unrolls and on remembered ones drawn anew; then the memory gets the new ones."
     new = to_device(rollout, self.device)
     n = min(round(self.replay*rollout["reward"].shape[1]), len(self.memory))
     for _ in range(self.epochs):

@@ -31,7 +31,8 @@ class AgentSettings:
     runner:str = "sync"     # what plays: sync, batched, parallel, actors, ray
     runner_kw:dict = field(default_factory=dict) # settings of that runner
     preset:str = ""         # named settings of the agent, a key of `crl.presets.presets`
-    ADDED = ("cl", "cl_kw", "runner", "runner_kw", "preset")   # they came later: `identity` leaves out a default
+    background:bool = False # evaluations run in a process of their own, beside the learning
+    ADDED = ("cl", "cl_kw", "runner", "runner_kw", "preset", "background")   # they came later: `identity` leaves out a default
     NOT_NEGATIVE = ("cycles", "steps_per_task", "eval_every", "n_trials", "image_size")
 
 SUITE = dict(base="dot_3", env=dict(discrete=True), name="dots")   # three tasks that need no further package
@@ -69,8 +70,10 @@ def resolve_agent(
     plugins_of(cfg)
     check_values(cfg)
     if cfg.num_processes > 1 or cfg.machines or cfg.precision != "no":
-        raise ValueError(f"an agent learns in one process and in float32, found num_processes {cfg.num_processes}, machines "
-                         f"{cfg.machines!r} and precision {cfg.precision!r}; set them to 1, '' and 'no'")
+        raise ValueError(f"an agent learns in one process and in float32, found num_processes {cfg.num_processes}, "
+                         f"machines {cfg.machines!r} and precision {cfg.precision!r}; set them to 1, '' and 'no'")
+    if cfg.background and cfg.runner == "ray":
+        raise ValueError("background takes a copy of this process, and Ray's connections have none; leave it off")
     check_machine(cfg)
     cfg = replace(cfg, algo_kw=preset_of(cfg.preset, cfg.algo)|cfg.algo_kw)
     if cfg.smoke: cfg = smaller(cfg)

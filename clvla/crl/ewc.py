@@ -39,8 +39,8 @@ def scaled(
     "The stiffness of a new spring."
     if not F.isfinite().all() or not F.mean() > 0:
         raise RuntimeError(f"the policy's Fisher information has the mean {F.mean():g}, expected a number above 0: the "
-                           "agent has diverged, or does the same everywhere with certainty; start anew with a smaller lr "
-                           "or a larger entropy_weight")
+                           "agent has diverged, or does the same everywhere with certainty; start anew with a smaller "
+                           "lr or a larger entropy_weight")
     return (F/F.mean()).clamp(max=f_max)
 
 # %% ../../nbs/crl/06_ewc.ipynb #c7600012
@@ -68,8 +68,8 @@ class EWC(AgentCL):
 
     def bind(self, agent):
         if not agent.penalised:
-            raise ValueError(f"{type(agent).__name__} adds no penalty to its loss, so {type(self).__name__} can hold no "
-                             "weight of it; choose ppo, impala or clear, or cl none")
+            raise ValueError(f"{type(agent).__name__} adds no penalty to its loss, so {type(self).__name__} can hold "
+                             "no weight of it; choose ppo, impala or clear, or cl none")
         super().bind(agent)
         agent.penalty = self.penalty
 

@@ -15,6 +15,7 @@ from ..core.batch import torch_rng
 from ..core.files import write_json
 from ..core.progress import emit
 from .all import make_agent, make_cl, make_runner
+from .background import Aside
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
 from .experiment import PAIR, Spaces
@@ -55,10 +56,11 @@ def check_actions(cfg:AgentConfig, agent, spaces:Spaces):
     "ValueError for continuous actions where the agent, or the method against forgetting, is made for discrete ones."
     if not spaces.box: return
     if not agent.boxes:
-        raise ValueError(f"suite {cfg.suite!r} has continuous actions, and algo {cfg.algo!r} chooses among discrete ones; "
-                         "take algo='ppo', or a stream with discrete actions")
-    if cfg.cl != "none": raise ValueError(f"cl {cfg.cl!r} measures discrete policies, and suite {cfg.suite!r} has continuous actions; "
-                                          "leave cl at 'none'")
+        raise ValueError(f"suite {cfg.suite!r} has continuous actions, and algo {cfg.algo!r} chooses among discrete "
+                         "ones; take algo='ppo', or a stream with discrete actions")
+    if cfg.cl != "none":
+        raise ValueError(f"cl {cfg.cl!r} measures discrete policies, and suite {cfg.suite!r} has continuous actions; "
+                         "leave cl at 'none'")
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00008
 class AgentLearner(OnStream):
@@ -70,6 +72,9 @@ class AgentLearner(OnStream):
         self.cfg = cfg
         self.exp,self.spaces = check_agent(cfg)
         self.stream,self.acc = self.exp.stream,make_accelerator(cfg)
+        if cfg.background and self.acc.device.type != "cpu":
+            raise ValueError(f"background takes a copy of this process, and the memory of {self.acc.device} has none; "
+                             "leave it off, or set device to 'cpu'")
         self.agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
         self.runner = make_runner(cfg.runner, cfg, self.exp, **cfg.runner_kw)
         self.cl = make_cl(cfg.cl, **cfg.cl_kw)
@@ -77,6 +82,7 @@ class AgentLearner(OnStream):
         self.agent.home,self.agent.keep = Path(cfg.run_dir)/"replay",cfg.keep
         self.t,self.step,self.frames,self.offered = 0,None,0,None   # `offered`: position of the last `state_dict`
         self.lanes = self.draws = self.examiner = None
+        self.aside = None   # an evaluation in the background, and what it is of
 
     @property
     def per_update(self)->int: return self.agent.n_envs*self.agent.horizon
@@ -97,7 +103,9 @@ class AgentLearner(OnStream):
     def summary(self): return dict(stages=len(self.stages), frames=self.frames)
     def close(self): pass
     def release(self):
-        "End the environments."
+        "End the environments, and an evaluation that nobody has waited for."
+        if self.aside: self.aside[0].drop()
+        self.aside = None
         for holder in (self.lanes, self.examiner, self.runner):
             if holder: holder.close()
 
@@ -164,8 +172,8 @@ def update(self:AgentLearner, stage:Stage):
     self.shell.run.log(stage=stage.t, task=stage.name, step=self.step, frames=self.frames, **self.logged(numbers),
                        **self.runner.numbers())
     self.step += 1
-    emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t, n_stages=len(self.stages),
-         loss=numbers.get("loss"))
+    emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t,
+         n_stages=len(self.stages), loss=numbers.get("loss"))
 
 @patch
 def logged(self:AgentLearner, numbers:dict)->dict:
@@ -185,25 +193,47 @@ def evaluate_if_due(self:AgentLearner, stage:Stage):
 @patch
 def evaluate(self:AgentLearner, t:int, step=None):
     "Play every task's evaluation episodes after stage `t` (-1: before the first), or after `step` updates inside it."
-    run = self.shell.run
-    name = self.stages[t].name if t >= 0 else ""
-    point = dict(stage=t, after=name, step=step, frames=self.frames)
-    recorded = {record_key(r) for r in run.episodes()}
+    self.gather()
+    recorded = {record_key(r) for r in self.shell.run.episodes()}
     wanted = [(t, step, i, k) for i in self.stream.ids for k in range(self.exp.eval_episodes)]
     if recorded.issuperset(wanted): return
+    point = dict(stage=t, after=self.stages[t].name if t >= 0 else "", step=step, frames=self.frames)
+    if self.cfg.background:
+        self.aside = Aside(lambda: self.examiner.play(self.agent)),point
+        if t == len(self.stages)-1 and step is None: self.gather()   # nothing is left to be learnt
+        return
     with self.shell.cost.measure("evaluation"): records = self.examiner.play(self.agent, self.shell.stop.check)
+    self.note(point, records)
+
+# %% ../../nbs/crl/11_learner.ipynb #c7b0bg02
+@patch
+def gather(self:AgentLearner):
+    "Wait for the evaluation in the background, if there is one, and write its records."
+    if self.aside is None: return
+    (aside,point),self.aside = self.aside,None
+    with self.shell.cost.measure("evaluation"): records = aside.answer()
+    self.note(point, records)
+
+@patch
+def note(self:AgentLearner,
+    point:dict,  # stage, after, step, frames
+    records:list # of all evaluation episodes
+):
+    "Write what is not yet recorded, and say each task's mean return."
+    run = self.shell.run
+    recorded = {record_key(r) for r in run.episodes()}
     for record in records:
         record = point | record | dict(restarts=0)
         if record_key(record) not in recorded: run.episode(record)
     means = {i: sum(r["reward"] for r in records if r["task"] == i)/self.exp.eval_episodes for i in self.stream.ids}
-    place = f"after {name}" if t >= 0 else "before training"
-    self.shell.say(f"{self.frames} steps, {'in '+name if step else place}: return " +
-                   ", ".join(f"{i} {m:.2f}" for i,m in means.items()))
+    place = f"in {point['after']}" if point["step"] else f"after {point['after']}" if point["after"] else "before training"
+    self.shell.say(f"{point['frames']} steps, {place}: return " + ", ".join(f"{i} {m:.2f}" for i,m in means.items()))
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00012
 @patch
 def state_dict(self:AgentLearner)->dict:
     "File -> state."
+    self.gather()   # a checkpoint holds the records of all evaluations before it
     if self.offered is not None and self.shell.saved_position == self.offered: self.agent.saved()
     self.offered = self.shell.position
     inside = {} if self.step is None else dict(lanes=self.lanes.state_dict(), draws=self.draws.get_state(),
@@ -251,12 +281,13 @@ def curves_from(
     learner,trained = run.config.get("learner"),list(dict.fromkeys(run.stages))
     if learner != "agent": raise ValueError(f"{run.path} is a run of {learner}; curves are of agents")
     ends = {r["stage"]: r["frames"] for r in run.records if r["step"] is None and r["stage"] >= 0}
-    if len(ends) < len(run.stages): raise ValueError(f"{run.path} has evaluated the end of {len(ends)} of {len(run.stages)} "
-                                                     "stages; start the same command again, and it goes on")
+    if len(ends) < len(run.stages):
+        raise ValueError(f"{run.path} has evaluated the end of {len(ends)} of {len(run.stages)} stages; start the same "
+                         "command again, and it goes on")
     pairs = {i: i+PAIR for i in trained if i+PAIR in run.task_ids}
     return from_episodes(run.records, trained, len(run.stages)//len(trained), [ends[t] for t in sorted(ends)], pairs)
 
 def eval_agent(run_dir, name:str):
     "Evaluating an agent's checkpoints afterwards is refused: its run evaluates all tasks as it goes."
-    raise ValueError(f"{run_dir} is a run of an agent, and evaluates every task while it learns; set eval_every and n_trials "
-                     "of a new run for more")
+    raise ValueError(f"{run_dir} is a run of an agent, and evaluates every task while it learns; set eval_every and "
+                     "n_trials of a new run for more")

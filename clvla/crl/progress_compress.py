@@ -117,7 +117,8 @@ class ProgressCompress(IMPALA):
         self.rollouts,self.practice = 0,None   # of this task so far; how many of them are progress
 
     def make_net(self, spaces)->Column:
-        return Column(self.base.net, self.lateral, spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
+        return Column(self.base.net, self.lateral, spaces.image_size, spaces.state, spaces.largest,
+                      planes=spaces.planes, **self.sizes)
 
 # %% ../../nbs/crl/07_progress_compress.ipynb #c7700017
 @patch

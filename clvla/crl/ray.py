@@ -34,7 +34,7 @@ class RemoteActor:
         if self.lanes: self.lanes.close()
         self.stage,self.lanes = stage,begin_lanes(self.cfg, stage, start)
 
-    def play(self, r:int, T:int, weights:tuple)->dict:   # of arrays, as `slot_rollout` gives them, and the weights' version
+    def play(self, r:int, T:int, weights:tuple)->dict:   # arrays as of `slot_rollout`, and the weights' version
         "Rollout number `r`."
         version,data = weights
         load_bytes(self.agent.acting(), data)
@@ -44,7 +44,7 @@ class RemoteActor:
 
 # %% ../../nbs/crl/17_ray.ipynb #c900000d
 class RayCrew(Crew):
-    "Actors of a Ray cluster, replaced when they are lost; stages begin and failures count as in a crew of this machine."
+    "Actors of a Ray cluster, replaced when they are lost; stages and failures as in a crew of this machine."
     def __init__(self,
         agent,         # built
         cfg:dict,      # for `RemoteActor`
@@ -57,7 +57,8 @@ class RayCrew(Crew):
         self.ray,self.n,self.cfg = ray,n,cfg | dict(plugins=loaded(None), horizon=agent.horizon)
         self.timeout,self.start_timeout,self.max_restarts = timeout,start_timeout,max_restarts
         self.restarts,self.reasons,self.weights = 0,deque(maxlen=20),None
-        self.remote = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")(RemoteActor)
+        one_core = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")
+        self.remote = one_core(RemoteActor)
         self.members = [RayMember() for _ in range(n)]
         for number in range(n): self.launch(number)
 
@@ -98,7 +99,7 @@ def wait(self:RayCrew)->list:   # of `Played`, one at least
     whole = []
     while not whole:
         owed = {m.orders[min(m.orders)][1]: number for number,m in enumerate(self.members) if m.orders}
-        self.ray.wait(list(owed), timeout=1.)   # until one is there; then all that are, so that none waits behind a quicker one
+        self.ray.wait(list(owed), timeout=1.)   # until one is there; then all that are, for none waits behind a quicker
         done,_ = self.ray.wait(list(owed), num_returns=len(owed), timeout=0)
         for ref in done: whole += self.take(owed[ref], ref)
         for number in owed.values(): self.replace_if_hung(number)
@@ -131,8 +132,8 @@ def replace_if_hung(self:RayCrew, number:int):
     if not member.orders or silent < most: return
     if not member.ready:
         free = self.ray.available_resources().get("CPU", 0)
-        raise RuntimeError(f"actor {number} did not start within {most:.0f} s; the cluster has {free:g} free cores, and each actor "
-                           "takes one: add a machine, or set n_actors lower")
+        raise RuntimeError(f"actor {number} did not start within {most:.0f} s; the cluster has {free:g} free cores, "
+                           "and each actor takes one: add a machine, or set n_actors lower")
     self.replace(number, f"no answer for {silent:.0f} s")
 
 @patch

@@ -32,7 +32,7 @@ def size_text(
     return f"{frames:,} frames of {b:,} bytes, {frames*b/1e6:,.1f} MB"
 
 # %% ../../nbs/crl/15_store.ipynb #c7f0000f
-HEADER = np.dtype([("serial", "<i8"), ("sum", "<u4"), ("cuts", "<u4")])   # which unroll; its CRC-32; its observations of `cut`
+HEADER = np.dtype([("serial", "<i8"), ("sum", "<u4"), ("cuts", "<u4")])   # which unroll; its CRC-32; length of `cut`
 
 def flat(unroll:dict)->dict:   # name -> tensor
     "The tensors of an unroll; those of `cut` have a dot in their names."
@@ -48,7 +48,8 @@ class RowLayout:
         arrays = {k: v.numpy() for k,v in flat(unroll).items()}
         return cls(tuple((k, a.dtype.str, a.shape[1:] if k.startswith("cut") else a.shape) for k,a in arrays.items()))
 
-    def shape(self, name:str, shape:tuple, cuts:int)->tuple: return (cuts, *shape) if name.startswith("cut") else tuple(shape)
+    def shape(self, name:str, shape:tuple, cuts:int)->tuple:
+        return (cuts, *shape) if name.startswith("cut") else tuple(shape)
     def size(self, cuts:int)->int:
         return sum(np.dtype(d).itemsize*int(np.prod(self.shape(k, s, cuts))) for k,d,s in self.fields)
 
@@ -65,7 +66,8 @@ def encode(self:RowLayout, unroll:dict)->bytes:
     for k,dtype,shape in self.fields:
         expected = dtype,self.shape(k, shape, cuts)
         if (arrays[k].dtype.str, arrays[k].shape) != expected:
-            raise ValueError(f"{k} of an unroll has {arrays[k].dtype.str} {arrays[k].shape}, the file's rows {expected}")
+            found = f"{arrays[k].dtype.str} {arrays[k].shape}"
+            raise ValueError(f"{k} of an unroll has {found}, the file's rows {expected}")
     return b"".join(arrays[k].tobytes() for k,_,_ in self.fields)
 
 @patch
@@ -91,10 +93,10 @@ class UnrollFile:
     ):
         self.path,self.most,self.keep = Path(path),most,keep
         self.layout,self.fd = None,None
-        self.rows,self.serials,self.sums = [],[],[]   # of each unroll: its row, its number among all written ones, its CRC-32
-        self.written,self.n_rows = 0,0                # unrolls written so far; rows of the file
-        self.free,self.held = [],deque()              # rows to write into; for each checkpoint the rows that it needs
-        self.unconfirmed = False                      # whether the newest of `held` is perhaps not on the disk
+        self.rows,self.serials,self.sums = [],[],[]   # of each unroll: row, number among all written ones, CRC-32
+        self.written,self.n_rows = 0,0    # unrolls written so far; rows of the file
+        self.free,self.held = [],deque()  # rows to write into; for each checkpoint the rows that it needs
+        self.unconfirmed = False          # whether the newest of `held` is perhaps not on the disk
 
     def __len__(self): return len(self.rows)
     def __iter__(self): return (self[k] for k in range(len(self)))
@@ -104,8 +106,8 @@ class UnrollFile:
     def __getitem__(self, k:int)->dict:
         header,body = self.read(self.rows[k])
         if (int(header["serial"]), zlib.crc32(body)) != (self.serials[k], self.sums[k]):
-            raise ValueError(f"row {self.rows[k]} of {self.path} is not what was written there: the file was changed, or the "
-                             "disk has lost it. Start in a new run_dir")
+            raise ValueError(f"row {self.rows[k]} of {self.path} is not what was written there: the file was changed, "
+                             "or the disk has lost it. Start in a new run_dir")
         return self.layout.decode(body, int(header["cuts"]))
 
     def append(self, unroll:dict):
@@ -148,7 +150,7 @@ def read(self:UnrollFile, row:int)->tuple:   # header, body (n,) uint8
     buffer = np.empty(HEADER.itemsize+self.layout.size(1), np.uint8)
     n,start = os.preadv(self.fd, [buffer], row*self.layout.stride),HEADER.itemsize
     header = buffer[:start].view(HEADER)[0]
-    size = self.layout.size(min(int(header["cuts"]), self.layout.steps))   # not more than a row has, whatever stands there
+    size = self.layout.size(min(int(header["cuts"]), self.layout.steps))   # not more than a row has
     if start+size > n:   # more than one observation of `cut`
         buffer = np.empty(start+size, np.uint8)
         os.preadv(self.fd, [buffer], row*self.layout.stride)
@@ -161,8 +163,9 @@ def check_room(
     "ValueError when a disk has too little room for a file."
     free = os.statvfs(folder)
     free = free.f_bavail*free.f_frsize
-    if need > free: raise ValueError(f"the memory needs {need/1e6:,.1f} MB in {folder}, its disk has {free/1e6:,.1f} MB; "
-                                     "keep fewer frames, or choose another run_dir")
+    if need > free:
+        raise ValueError(f"the memory needs {need/1e6:,.1f} MB in {folder}, its disk has {free/1e6:,.1f} MB; keep "
+                         "fewer frames, or choose another run_dir")
 
 # %% ../../nbs/crl/15_store.ipynb #c7f0001b
 @patch
@@ -193,16 +196,19 @@ def load_state_dict(self:UnrollFile, state:dict):
     "Hold the unrolls of `state` again; ValueError when the file is missing or lacks one of them."
     if state["fields"] is None: return
     self.layout = RowLayout(tuple((k, dtype, tuple(shape)) for k,dtype,shape in state["fields"]))
-    if not self.path.is_file(): raise ValueError(f"the memory's file {self.path} is missing; put it back, or start in a new run_dir")
+    if not self.path.is_file():
+        raise ValueError(f"the memory's file {self.path} is missing; put it back, or start in a new run_dir")
     self.fd = os.open(self.path, os.O_RDWR)
     self.n_rows = -(-os.fstat(self.fd).st_size//self.layout.stride)
-    headers = [np.frombuffer(os.pread(self.fd, HEADER.itemsize, row*self.layout.stride), HEADER)[0] for row in range(self.n_rows)]
+    starts = [row*self.layout.stride for row in range(self.n_rows)]
+    headers = [np.frombuffer(os.pread(self.fd, HEADER.itemsize, start), HEADER)[0] for start in starts]
     places = {(int(h["serial"]), int(h["sum"])): row for row,h in enumerate(headers)}
     self.serials,self.sums,self.written = state["serials"].tolist(),state["sums"].tolist(),state["written"]
     wanted = list(zip(self.serials, self.sums))
     if lost := [serial for serial,total in wanted if (serial, total) not in places]:
-        raise ValueError(f"{self.path} lacks {len(lost)} of the {len(wanted)} unrolls of this checkpoint, as number {lost[0]}: newer "
-                         "ones lie in their rows. Go on from a newer checkpoint, or start in a new run_dir")
+        raise ValueError(f"{self.path} lacks {len(lost)} of the {len(wanted)} unrolls of this checkpoint, as number "
+                         f"{lost[0]}: newer ones lie in their rows. Go on from a newer checkpoint, or start in a new "
+                         "run_dir")
     self.rows = [places[key] for key in wanted]
     older = {row for row,h in enumerate(headers) if h["serial"] < self.written}
     self.free = sorted(set(range(self.n_rows))-older-set(self.rows))

@@ -18,7 +18,8 @@ from .kind import Kind
 kinds = Registry("kind of environment", metaworld="clvla.envs.metaworld.kind:metaworld",
                  libero="clvla.envs.libero.kind:libero", gym="clvla.envs.gym.kind:gym",
                  atari="clvla.envs.gym.games:atari", procgen="clvla.envs.gym.games:procgen",
-                 grids="clvla.envs.gym.games:grids", arm="clvla.envs.gym.games:arm", dot="clvla.envs.dot:dot")
+                 grids="clvla.envs.gym.games:grids", arm="clvla.envs.gym.games:arm",
+                 minihack="clvla.envs.gym.minihack:minihack", dot="clvla.envs.dot:dot")
 
 def kind_of(
     task # a `Task`, or the spec of an environment
