@@ -134,13 +134,14 @@ def command(self:Supervisor, slot, **message):
 
 # %% ../../nbs/envs/08_supervisor.ipynb #86a4339f
 @patch
-def answers(self:Supervisor, until:float):
-    "Yield the answers that have come, at most until the clock shows `until`; lost workers are replaced."
+def answers(self:Supervisor, until:float, wake:int=None):
+    "Yield the answers that have come, at most until the clock shows `until` or file `wake` can be read; lost workers are replaced."
     busy = {w.child.sock: w for w in self.workers if w.unanswered}
-    if not busy: raise ValueError("nothing to wait for: no slot owes an answer; call reset or step first")
-    first = min(until, *(self._hung_at(w) for w in busy.values()))
-    for sock in readable(list(busy), max(0, first-time.monotonic())):
-        if answer := self._read(busy[sock]): yield answer
+    if not busy and wake is None: raise ValueError("nothing to wait for: no slot owes an answer; call reset or step first")
+    first = min([until, *(self._hung_at(w) for w in busy.values())])
+    others = [] if wake is None else [wake]
+    for sock in readable([*busy, *others], max(0, first-time.monotonic())):
+        if sock != wake and (answer := self._read(busy[sock])): yield answer
     for w in busy.values():
         if w.unanswered and time.monotonic() > self._hung_at(w):
             self._replace(w, f"no answer for {time.monotonic()-w.alive_at:.0f} s: {w.child.where()}")
