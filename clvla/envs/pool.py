@@ -27,7 +27,7 @@ class EnvPool:
         seed:int=0,       # base seed of all trials
         H:int=8,          # longest action chunk, steps
         assign:list=None, # number of each slot's worker; None: slot modulo `n_workers`
-        **faults          # start_timeout, timeout, max_restarts: as `Supervisor` takes them
+        **faults          # start_timeout, timeout, max_restarts, render_gpus: as `Supervisor` takes them
     ):
         self.H,self._ready = int(H),[]   # `_ready`: results that `wait` has not returned yet
         self.workers,self.slots = deal_slots(list(specs), n_workers, assign)

@@ -22,9 +22,11 @@ class Supervisor:
         settings:dict,           # image_size and seed, for `make_env`
         start_timeout:float=120, # seconds a worker may take to start, or to build an environment
         timeout:float=60,        # seconds without an answer after which a worker counts as hung
-        max_restarts:int=3       # how often one episode may begin again before the pool gives up
+        max_restarts:int=3,      # how often one episode may begin again before the pool gives up
+        render_gpus=()           # as MuJoCo counts them: the workers draw on them in turn; (): as the environment says
     ):
         self.workers,self.slots,self.settings = workers,slots,settings
+        self.render_gpus = tuple(render_gpus)
         self.start_timeout,self.timeout,self.max_restarts = start_timeout,timeout,max_restarts
         self.restarts,self.reasons = 0,deque(maxlen=20)   # how many workers were lost, and the last twenty reasons
         self.memory_fd = os.memfd_create("clvla-envs")    # the shared memory, empty until `share_memory`
@@ -80,7 +82,9 @@ def start(self:Supervisor)->list: # what `worker.about` says of each slot's envi
 @patch
 def _launch(self:Supervisor, w):
     "Start the process of one worker and send it its slots, with their environments as they are now."
-    w.child = Child(f"{worker.__module__}:worker", [self.memory_fd], w.python)
+    gpus = self.render_gpus
+    env = dict(MUJOCO_EGL_DEVICE_ID=str(gpus[self.workers.index(w)%len(gpus)])) if gpus else {}
+    w.child = Child(f"{worker.__module__}:worker", [self.memory_fd], w.python, env)
     w.starting,w.alive_at = True,time.monotonic()
     specs = {slot: self.slots[slot].spec for slot in w.slots if self.slots[slot].spec is not None}
     send(w.child.sock, **self.settings, specs=specs)

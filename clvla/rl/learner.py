@@ -23,9 +23,11 @@ from .config import PracticeConfig, base_config, resolve_practice
 from .episodes import Recorder, load_episodes, save_episodes
 from .faults import check_round, check_unchanged, frozen_hash
 from .method import PracticeContext
+from .placement import placed, placement_of
 from .rollout import Ahead, copy_of, gathered, run_alone, send_acting
 from ..run.agree import agree, all_write
 from ..run.checkpoint import checkpoints
+from ..run.config import world_of
 from ..run.folder import RunFolder
 from ..run.shell import run_learner
 from ..run.stop import Stopped
@@ -52,6 +54,7 @@ def check_practice(
     stream = check(base_config(cfg))
     method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
     method.check(cfg)
+    placement_of(cfg, world=world_of(cfg))
     check_along(cfg, method, stream)
     Recorder(cfg.stride, cfg.chunk)
     if cfg.init_from: check_init(cfg)
@@ -77,6 +80,9 @@ class Practice(OnStream):
         self.acc,self.evaluator = make_accelerator(cfg),None
         self.method,self.cl = make_method(cfg.algo, cfg.seed, **cfg.algo_kw),make_cl(cfg)
         self.t,self.step,self.rounds = 0,None,[]   # SHA-256 of the file of each round that was played
+        where = placement_of(cfg, self.acc.process_index, self.acc.num_processes)
+        self.device,self.rollout = (where.train, where.rollout) if where else (self.acc.device, self.acc.device)
+        self.pool = dict(render_gpus=where.render) if where else {}
         self.trains = self.acc.process_index == 0 or self.method.together
         self.ahead = self.ahead_weights = None     # the round that is played meanwhile; of a checkpoint: what played it
 
@@ -104,15 +110,15 @@ def build(self:Practice,
     with shell.cost.measure("base"): self.base = self.find_base()
     say = shell.say if cfg.init_from else lambda line: None   # the base's run has said it
     with shell.cost.measure("demonstrations"): stores = prepare(self.stream, base_config(cfg), say)
-    policy,self.processor = load_policy(self.base).to(self.acc.device),processor_of(self.base)
+    policy,self.processor = load_policy(self.base).to(self.device),processor_of(self.base)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
     self.demo_actions = {i: store.action for i,store in stores.items()}
     self.method.prepare(PracticeContext(cfg=cfg, tasks=self.stream.tasks, policy=policy, processor=self.processor,
-                                        data=data, device=self.acc.device, stream=self.stream, cl=self.cl,
+                                        data=data, device=self.device, stream=self.stream, cl=self.cl,
                                         part=(self.acc.process_index, self.acc.num_processes)))
     self.load_or_store(checkpoint)
     self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, cfg.eval_algo(),
-                               lambda: self.method.policy)
+                               lambda: placed(self.method.policy, self.rollout), **self.pool)
     self.write_stream()
 
 @patch
@@ -234,7 +240,7 @@ def play(self:Practice,
     with one_thread():
         for repeat in range(method.repeats):
             noise = seed_of(cfg.seed, "repeat", repeat) if repeat else cfg.seed
-            player.evaluate(policy, self.processor, starts, noise, info, ids=stage.task_ids, recorder=recorder, on_round=check)
+            player.evaluate(placed(policy, self.rollout), self.processor, starts, noise, info, ids=stage.task_ids, recorder=recorder, on_round=check)
     return recorder.take()
 
 @patch

@@ -29,8 +29,10 @@ class Evaluator:
         stages:list,# what is learnt, each with a `name`: of its task, or "joint"
         processor,  # normalises observations, un-normalises actions
         algo,       # may change the policy for each task
-        full_policy # called without arguments: the policy with its present weights, whole in each rank
+        full_policy, # called without arguments: the policy with its present weights, whole in each rank
+        **pool      # of the `EnvPool`, as in `render_gpus`
     ):
+        self.pool = pool
         self.shell,self.cfg,self.stream,self.stages = shell,shell.cfg,stream,stages
         self.processor,self.algo,self.full_policy = processor,algo,full_policy
         self.player = None   # started with the first evaluation
@@ -133,7 +135,7 @@ def player_for(self:Evaluator, policy)->Player:
     n = max(1, cfg.n_workers//shell.world)
     make,kw = (ServedPlayer, dict(max_wait=cfg.max_wait)) if cfg.max_wait else (Player, {})
     self.player = make(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, shell.rank,
-                       shell.world, group=policy.group, **kw)
+                       shell.world, group=policy.group, **kw, **self.pool)
     if shell.rank == 0 and (warning := doubt(self.player, policy, self.processor)): shell.say(warning)
     return self.player
 
