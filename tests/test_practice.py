@@ -49,7 +49,7 @@ def done(data, tmp_path_factory): return practise(config(data, tmp_path_factory.
 
 
 @pytest.mark.parametrize("kw, says", [
-    (dict(suite=dict(base="dot_2", env=dict(discrete=True)), head="discrete"), "numbers"), (dict(num_processes=2), "one process"),
+    (dict(suite=dict(base="dot_2", env=dict(discrete=True)), head="discrete"), "numbers"), (dict(machines="a,b"), "one machine"),
     (dict(stride=3), "divisor"), (dict(episodes=0), "episodes must be above 0"), (dict(episodes=200_000), "more than the 100000 starts"),
     (dict(algo="cloninng"), "did you mean 'cloning'"), (dict(algo_kw=dict(updates=0)), "from 1"), (dict(algo_kw=dict(demo_share=1.5)), "demo_share"),
     (dict(tasks=["lfet"]), "did you mean 'left'"), (dict(init_from="nowhere"), "does not exist"), (dict(algo_kw=dict(refresh=1)), "no setting 'refresh'"),

@@ -29,7 +29,8 @@ class Process:
     def __init__(self,
         run:str,    # "module:function", called with the process's end of the socket, and `fds`
         fds=(),     # numbers of open files that it gets besides
-        python=None # another interpreter; it needs numpy, and finds clvla by itself
+        python=None,# another interpreter; it needs numpy, and finds clvla by itself
+        env=None    # further environment variables
     ):
         self.proc,self.output = None,os.memfd_create("clvla-output")
         fcntl.fcntl(self.output, fcntl.F_SETFL, os.O_APPEND)
@@ -39,7 +40,7 @@ class Process:
         command = [python or sys.executable, "-P", "-c", code, str(os.getpid()), *run.split(":"), *map(str, fds)]
         try:
             with child_sock:
-                self.proc = subprocess.Popen(command, env=child_env(python), pass_fds=fds, stdin=subprocess.DEVNULL,
+                self.proc = subprocess.Popen(command, env=child_env(python)|(env or {}), pass_fds=fds, stdin=subprocess.DEVNULL,
                                              stdout=self.output, stderr=self.output)
         except BaseException:
             self.end()

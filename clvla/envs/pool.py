@@ -8,6 +8,7 @@ __all__ = ['EnvPool', 'deal_slots', 'python_of', 'Result']
 # %% ../../nbs/envs/03_pool.ipynb #e201ad85
 import time
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait as readable
 import numpy as np
 from fastcore.basics import patch
 from ..core.names import IMAGES, N_ACTIONS, STATE
@@ -26,7 +27,7 @@ class EnvPool:
         seed:int=0,       # base seed of all trials
         H:int=8,          # longest action chunk, steps
         assign:list=None, # number of each slot's worker; None: slot modulo `n_workers`
-        **faults          # start_timeout, timeout, max_restarts: as `Supervisor` takes them
+        **faults          # start_timeout, timeout, max_restarts, render_gpus: as `Supervisor` takes them
     ):
         self.H,self._ready = int(H),[]   # `_ready`: results that `wait` has not returned yet
         self.workers,self.slots = deal_slots(list(specs), n_workers, assign)
@@ -151,16 +152,17 @@ def _check_discrete(self:EnvPool, slot, actions):
 # %% ../../nbs/envs/03_pool.ipynb #e5fa5384
 @patch
 def wait(self:EnvPool,
-    timeout:float=None # seconds; None: until something comes
-)->list:               # of `Result`; empty only when `timeout` has passed
+    timeout:float=None,# seconds; None: until something comes
+    wake:int=None      # number of an open file that ends the wait when it can be read
+)->list:               # of `Result`; empty only when `timeout` has passed, or at `wake`
     """The results that are there, as soon as there is one. RuntimeError when a worker fails again and again; ValueError
-    when no slot owes an answer, or the pool is closed; the worker's error when an environment could not be built or
+    when no slot owes an answer and there is no `wake`, or the pool is closed; the worker's error when an environment could not be built or
     refused its trial (RuntimeError where `raise_as` does not know its class)."""
     self.supervisor.check_open()
     until = float("inf") if timeout is None else time.monotonic()+timeout
     while not self._ready:
-        for answer in self.supervisor.answers(until): self._accept(answer)
-        if time.monotonic() >= until: break
+        for answer in self.supervisor.answers(until, wake): self._accept(answer)
+        if time.monotonic() >= until or wake is not None and readable([wake], 0): break
     results,self._ready = self._ready,[]
     return results
 

@@ -22,9 +22,11 @@ class Supervisor:
         settings:dict,           # image_size and seed, for `make_env`
         start_timeout:float=120, # seconds a worker may take to start, or to build an environment
         timeout:float=60,        # seconds without an answer after which a worker counts as hung
-        max_restarts:int=3       # how often one episode may begin again before the pool gives up
+        max_restarts:int=3,      # how often one episode may begin again before the pool gives up
+        render_gpus=()           # as MuJoCo counts them: the workers draw on them in turn; (): as the environment says
     ):
         self.workers,self.slots,self.settings = workers,slots,settings
+        self.render_gpus = tuple(render_gpus)
         self.start_timeout,self.timeout,self.max_restarts = start_timeout,timeout,max_restarts
         self.restarts,self.reasons = 0,deque(maxlen=20)   # how many workers were lost, and the last twenty reasons
         self.memory_fd = os.memfd_create("clvla-envs")    # the shared memory, empty until `share_memory`
@@ -80,7 +82,9 @@ def start(self:Supervisor)->list: # what `worker.about` says of each slot's envi
 @patch
 def _launch(self:Supervisor, w):
     "Start the process of one worker and send it its slots, with their environments as they are now."
-    w.child = Child(f"{worker.__module__}:worker", [self.memory_fd], w.python)
+    gpus = self.render_gpus
+    env = dict(MUJOCO_EGL_DEVICE_ID=str(gpus[self.workers.index(w)%len(gpus)])) if gpus else {}
+    w.child = Child(f"{worker.__module__}:worker", [self.memory_fd], w.python, env)
     w.starting,w.alive_at = True,time.monotonic()
     specs = {slot: self.slots[slot].spec for slot in w.slots if self.slots[slot].spec is not None}
     send(w.child.sock, **self.settings, specs=specs)
@@ -134,13 +138,14 @@ def command(self:Supervisor, slot, **message):
 
 # %% ../../nbs/envs/08_supervisor.ipynb #86a4339f
 @patch
-def answers(self:Supervisor, until:float):
-    "Yield the answers that have come, at most until the clock shows `until`; lost workers are replaced."
+def answers(self:Supervisor, until:float, wake:int=None):
+    "Yield the answers that have come, at most until the clock shows `until` or file `wake` can be read; lost workers are replaced."
     busy = {w.child.sock: w for w in self.workers if w.unanswered}
-    if not busy: raise ValueError("nothing to wait for: no slot owes an answer; call reset or step first")
-    first = min(until, *(self._hung_at(w) for w in busy.values()))
-    for sock in readable(list(busy), max(0, first-time.monotonic())):
-        if answer := self._read(busy[sock]): yield answer
+    if not busy and wake is None: raise ValueError("nothing to wait for: no slot owes an answer; call reset or step first")
+    first = min([until, *(self._hung_at(w) for w in busy.values())])
+    others = [] if wake is None else [wake]
+    for sock in readable([*busy, *others], max(0, first-time.monotonic())):
+        if sock != wake and (answer := self._read(busy[sock])): yield answer
     for w in busy.values():
         if w.unanswered and time.monotonic() > self._hung_at(w):
             self._replace(w, f"no answer for {time.monotonic()-w.alive_at:.0f} s: {w.child.where()}")

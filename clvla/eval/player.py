@@ -93,8 +93,8 @@ def evaluate(self:Player,
     skip = lambda task, trial: record_key({**stage_info, "task": task, "trial": trial}) in done
     if self.shared: episodes = Queue([t for t in self.tasks if t.id in ids], trials, skip, self.queue_part)
     else: episodes = OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
-    evaluation = _Evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo,
-                             recorder)
+    evaluation = self.evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo,
+                                 recorder)
     was_training,start = policy.training,time.monotonic()
     try:
         policy.train(False)
@@ -129,6 +129,8 @@ class _Evaluation:
             going_on = [row for row in rows if not row.over]
             for row in sorted((row for row in rows if row.over), key=lambda row: row.number): self._begin(row)
             if going_on: self._act(going_on)
+
+Player.evaluation = _Evaluation   # page server has another one
 
 # %% ../../nbs/eval/04_player.ipynb #b9b48ba4
 @patch
@@ -185,22 +187,33 @@ def _answered(self:_Evaluation, row, result):
 def _act(self:_Evaluation, rows):
     "One policy call for waiting rows of one key; their chunks go to the simulators."
     if self.on_round: self.on_round()
-    start = time.perf_counter()
     call = gather(rows, self.places)
+    chunks = self._chunks(call)
+    for place,row in call.items():
+        self.waiting.remove(row)
+        self._go_on(row, chunks[place])
+
+@patch
+def _chunks(self:_Evaluation, call:dict)->np.ndarray:   # (places,H,A), those of empty places mean nothing
+    "Call the policy for the rows of some places, all of one key."
+    start = time.perf_counter()
     for k,v in self.obs.items():
         v[:] = 1 if k == N_ACTIONS else 0   # an empty place: zeros, and one discrete action (a task has at least one)
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
-    self._change_policy(rows[0])
+    self._change_policy(next(iter(call.values())))
     in_places = [call.get(place, self.idle) for place in range(self.places)]   # rows
     chunks = predict_groups(self.policy, self.processor, self.obs, in_places, self.idle, self.player.group)   # noise: from each row's own generator
     seconds = time.perf_counter()-start
     self.clock["policy"] += seconds
     self.clock["calls"] += 1
-    for place,row in call.items():
-        row.seconds[3] += seconds/len(call)
-        row.actions.append(chunks[place])
-        self.waiting.remove(row)
-        self.pool.step(row.slot, chunks[place], () if self.recorder is None else self.recorder.watch)
+    for row in call.values(): row.seconds[3] += seconds/len(call)
+    return chunks
+
+@patch
+def _go_on(self:_Evaluation, row, chunk):
+    "Give a row's chunk to its simulator."
+    row.actions.append(chunk)
+    self.pool.step(row.slot, chunk, () if self.recorder is None else self.recorder.watch)
 
 @patch
 def _change_policy(self:_Evaluation, row):

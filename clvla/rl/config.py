@@ -23,10 +23,14 @@ class PracticeSettings:
     episodes:int = 250       # attempts at each task
     round_episodes:int = 50  # attempts at each task between two trainings
     stride:int = 4           # steps between two observations that are kept, inside a chunk
+    overlap:bool = False     # play a round while the method learns from the one before, by weights that are a round old
+    train_gpu:int|None = None # the GPU that learns; default the run's device (page rl/placement)
+    rollout_gpus:str = ""    # the GPUs that play and draw, as in "1,2"; default the one that learns
     stream:bool = False      # practise the tasks one after another, not together
     cl:str = "none"          # against forgetting, along a stream: a key of `cl.all.algos`, or several with +
     cl_kw:dict = field(default_factory=dict) # settings of that algorithm
-    ADDED = ("stream", "cl", "cl_kw")
+    ADDED = ("overlap", "stream", "cl", "cl_kw")
+    FREE = ("train_gpu", "rollout_gpus")
     POSITIVE = ("episodes", "round_episodes", "stride")
 
 # %% ../../nbs/rl/20_config.ipynb #c20000a2
@@ -106,7 +110,8 @@ def base_config(
 )->TrainConfig:        # of the run whose policy is the base
     "The imitation that the base policy comes from."
     own = {f.name: getattr(cfg, f.name) for f in fields(TrainConfig)}
-    fixed = dict(learner="imitation", algo="joint", algo_kw={}, init_from="", evaluate="none", smoke=False, videos=False,
+    fixed = dict(learner="imitation", algo="joint", algo_kw={}, init_from="", evaluate="none", smoke=False, videos=False, num_processes=1,
+                 machines="", strategy="ddp", max_wait=0.,
                  rows_per_task=TrainConfig.rows_per_task, n_trials=TrainConfig.n_trials, detached=False)
     base = TrainConfig(**own | fixed)
     text = json.dumps(identity(base), sort_keys=True)

@@ -16,16 +16,21 @@ from ..core.seeds import seed_of
 from ..core.trials import trial_number
 from ..data.loader import TaskData
 from ..policies.all import load_policy
-from ..policies.weights import load_weights, read_base, save_base, save_policy
+from ..policies.weights import load_weights, read_base, save_base, save_policy, stored_weights
 from .all import make_method
 from .along import check_along, make_cl, stages_of
 from .config import PracticeConfig, base_config, resolve_practice
 from .episodes import Recorder, load_episodes, save_episodes
 from .faults import check_round, check_unchanged, frozen_hash
 from .method import PracticeContext
+from .placement import placed, placement_of
+from .rollout import Ahead, copy_of, gathered, run_alone, send_acting
+from ..run.agree import agree, all_write
 from ..run.checkpoint import checkpoints
+from ..run.config import world_of
 from ..run.folder import RunFolder
 from ..run.shell import run_learner
+from ..run.stop import Stopped
 from ..train.eval_config import processor_of
 from ..train.evaluate import Evaluator, one_thread
 from ..train.learner import OnStream, Stage, train_cl
@@ -49,6 +54,7 @@ def check_practice(
     stream = check(base_config(cfg))
     method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
     method.check(cfg)
+    placement_of(cfg, world=world_of(cfg))
     check_along(cfg, method, stream)
     Recorder(cfg.stride, cfg.chunk)
     if cfg.init_from: check_init(cfg)
@@ -74,6 +80,11 @@ class Practice(OnStream):
         self.acc,self.evaluator = make_accelerator(cfg),None
         self.method,self.cl = make_method(cfg.algo, cfg.seed, **cfg.algo_kw),make_cl(cfg)
         self.t,self.step,self.rounds = 0,None,[]   # SHA-256 of the file of each round that was played
+        where = placement_of(cfg, self.acc.process_index, self.acc.num_processes)
+        self.device,self.rollout = (where.train, where.rollout) if where else (self.acc.device, self.acc.device)
+        self.pool = dict(render_gpus=where.render) if where else {}
+        self.trains = self.acc.process_index == 0 or self.method.together
+        self.ahead = self.ahead_weights = None     # the round that is played meanwhile; of a checkpoint: what played it
 
     @property
     def stages(self)->list: return stages_of(self.cfg, self.stream, self.method.updates)
@@ -82,7 +93,8 @@ class Practice(OnStream):
     def gather_weights(self): return nullcontext()
     def close(self): pass
     def release(self):
-        "End the simulators."
+        "End the round that is played meanwhile, and the simulators."
+        if self.ahead: self.ahead.end()
         if self.evaluator: self.evaluator.close()
     def summary(self): return dict(stages=len(self.stages), rounds=len(self.rounds), base=str(self.base))
 
@@ -98,14 +110,15 @@ def build(self:Practice,
     with shell.cost.measure("base"): self.base = self.find_base()
     say = shell.say if cfg.init_from else lambda line: None   # the base's run has said it
     with shell.cost.measure("demonstrations"): stores = prepare(self.stream, base_config(cfg), say)
-    policy,self.processor = load_policy(self.base).to(self.acc.device),processor_of(self.base)
+    policy,self.processor = load_policy(self.base).to(self.device),processor_of(self.base)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
     self.demo_actions = {i: store.action for i,store in stores.items()}
     self.method.prepare(PracticeContext(cfg=cfg, tasks=self.stream.tasks, policy=policy, processor=self.processor,
-                                        data=data, device=self.acc.device, stream=self.stream, cl=self.cl))
+                                        data=data, device=self.device, stream=self.stream, cl=self.cl,
+                                        part=(self.acc.process_index, self.acc.num_processes)))
     self.load_or_store(checkpoint)
     self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, cfg.eval_algo(),
-                               lambda: self.method.policy)
+                               lambda: placed(self.method.policy, self.rollout), **self.pool)
     self.write_stream()
 
 @patch
@@ -126,7 +139,8 @@ def find_base(self:Practice)->Path:
     with locked(base.run_dir, self.shell.stop.check):
         if not RunFolder(base.run_dir).done:
             self.shell.say(f"the base is trained first: {Path(base.run_dir).name}")
-            train_cl(base, self.shell.say)
+            if self.acc.num_processes == 1: train_cl(base, self.shell.say)
+            else: run_alone(base, self.shell.stop.check)
     return checkpoints(Path(base.run_dir)/"checkpoints", ends=True)[-1]
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000c
@@ -136,22 +150,31 @@ def fit(self:Practice, stage:Stage):
     method,shell = self.method,self.shell
     if self.step is None:
         self.step = 0
-        method.enter(stage)
-        method.start()
+        if self.trains:
+            method.enter(stage)
+            method.start()
+    if self.ahead_weights is not None: self.play_ahead(stage, self.n_played(stage), self.ahead_weights)
+    with one_thread() if self.cfg.overlap else nullcontext(): self.rounds_of(stage)
+    check_unchanged(method.policy, self.frozen)
+    if self.trains: method.finish()
+    self.t,self.step = stage.t+1,None
+
+@patch
+def rounds_of(self:Practice, stage:Stage):
+    "The rounds of a stage that are left, each with its updates."
+    method,shell = self.method,self.shell
     while self.step < stage.n_steps:
         if self.step == self.n_played(stage)*method.updates:
             if self.rounds: shell.save()   # what was learnt is safe before the next attempts
             self.play_round(stage)
+        if self.ahead: self.ahead.look()
         shell.save_if_due()
-        numbers = method.update()
+        numbers = method.update() if self.trains else {}
         shell.run.log(stage=stage.t, task=stage.name, step=self.step, **numbers)
         self.step += 1
         emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t,
              n_stages=len(self.stages), loss=numbers.get("train/loss"), lr=numbers.get("lr"))
-        if self.step%method.updates == 0: method.end()
-    check_unchanged(method.policy, self.frozen)
-    method.finish()
-    self.t,self.step = stage.t+1,None
+        if self.trains and self.step%method.updates == 0: method.end()
 
 @patch
 def n_played(self:Practice, stage:Stage)->int:
@@ -173,24 +196,65 @@ def starts_of(
 # %% ../../nbs/rl/21_learner.ipynb #c21000c3
 @patch
 def play_round(self:Practice, stage:Stage):
-    "Play the attempts of the next round, store them, and give them to the method."
-    cfg,shell,r = self.cfg,self.shell,self.n_played(stage)
-    visit = [s.name for s in self.stages[:stage.t]].count(stage.name)
-    recorder = Recorder(cfg.stride, self.method.policy.H)
-    player,info = self.evaluator.player_for(self.method.policy),dict(stage=stage.t, after=stage.name, step=self.step)
-    with shell.cost.measure("practice"), one_thread():
-        for repeat in range(self.method.repeats):
-            noise = seed_of(cfg.seed, "repeat", repeat) if repeat else cfg.seed
-            starts = starts_of(cfg, r, self.method.repeats, visit)
-            player.evaluate(self.method.acting, self.processor, starts, noise, info, ids=stage.task_ids,
-                            recorder=recorder, on_round=shell.stop.check)
-    episodes = recorder.take()
-    check_unchanged(self.method.policy, self.frozen)
+    "Get the attempts of the next round, store them, and give them to the method."
+    cfg,shell,method,r = self.cfg,self.shell,self.method,self.n_played(stage)
+    with shell.cost.measure("practice"): episodes = gathered(self.acc, self.round_file(0).parent, self.attempts(stage, r))
+    check_unchanged(method.policy, self.frozen)
     check_round(episodes, self.demo_actions, shell.say)
-    self.rounds.append(sha256(save_episodes(self.round_file(len(self.rounds)), episodes)))
-    self.method.add(episodes)
-    self.method.begin()
+    path = self.round_file(len(self.rounds))
+    with all_write(self.acc):
+        if shell.rank == 0: save_episodes(path, episodes)
+    self.rounds.append(sha256(path))
+    if self.trains:
+        method.add(episodes)
+        method.begin()
     self.note(stage, r, episodes)
+    if cfg.overlap and r+1 < cfg.n_rounds: self.play_ahead(stage, r+1)
+
+@patch
+def attempts(self:Practice, stage:Stage, r:int)->list:
+    "This process's attempts of round `r`: those that were played ahead, else played now. `Stopped` in all processes together."
+    episodes = None
+    if self.ahead: episodes = self.ahead.result()
+    else:
+        send_acting(self.acc, self.method)
+        try: episodes = self.play(stage, r, self.method.acting, self.shell.stop.check)
+        except Stopped: self.shell.say("asked to stop; the round is played again when the run goes on")
+    if any(agree(self.acc, episodes is None)): raise Stopped("asked to stop")
+    self.ahead = self.ahead_weights = None
+    return episodes
+
+# %% ../../nbs/rl/21_learner.ipynb #c21000d1
+@patch
+def play(self:Practice,
+    stage:Stage,
+    r:int,  # round of the stage
+    policy, # that plays
+    check   # called before each policy call; may raise
+)->list:    # of this process's episodes
+    "Play the attempts of a round."
+    cfg,method = self.cfg,self.method
+    visit = [s.name for s in self.stages[:stage.t]].count(stage.name)
+    recorder,starts = Recorder(cfg.stride, method.policy.H),starts_of(cfg, r, method.repeats, visit)
+    player,info = self.evaluator.player_for(method.policy),dict(stage=stage.t, after=stage.name, step=r*method.updates)
+    with one_thread():
+        for repeat in range(method.repeats):
+            noise = seed_of(cfg.seed, "repeat", repeat) if repeat else cfg.seed
+            player.evaluate(placed(policy, self.rollout), self.processor, starts, noise, info, ids=stage.task_ids, recorder=recorder, on_round=check)
+    return recorder.take()
+
+@patch
+def play_ahead(self:Practice, stage:Stage, r:int, weights:dict=None):
+    "Begin a round by a copy of what plays now, or of what `weights` made of it (page [rollout](25_rollout.ipynb))."
+    if weights is None: send_acting(self.acc, self.method)
+    policy = copy_of(self.method.acting, weights)
+    self.evaluator.player_for(policy)   # its simulators start here
+    def play(check):
+        def checks():
+            check()
+            self.shell.stop.check()
+        return self.play(stage, r, policy, checks)
+    self.ahead = Ahead(play, stored_weights(policy))
 
 # %% ../../nbs/rl/21_learner.ipynb #c21000c4
 @patch
@@ -217,6 +281,7 @@ def round_file(self:Practice, r:int)->Path:
 def evaluate(self:Practice, t:int, step=None):
     "Play the reporting starts, with the base policy (t = -1) or with what it has become."
     if self.cfg.evaluate == "none": return
+    send_acting(self.acc, self.method)
     if self.cfg.stream and t >= 0:
         self.evaluator.evaluate(t)   # of the tasks so far, or of all
         return
@@ -228,7 +293,9 @@ def evaluate(self:Practice, t:int, step=None):
 @patch
 def state_dict(self:Practice)->dict:
     "File -> state."
-    return dict(algo=self.cl.state_dict(), state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict()))
+    ahead = dict(ahead=self.ahead.weights) if self.ahead else {}
+    return dict(algo=self.cl.state_dict(),
+                state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict(), **ahead))
 
 @patch
 def load_state_dict(self:Practice, states:dict):
@@ -240,7 +307,9 @@ def load_state_dict(self:Practice, states:dict):
         if not path.is_file() or sha256(path) != known:
             raise ValueError(f"{path} is missing or was changed since the checkpoint; put it back, or start in a new "
                              "run_dir")
-        self.method.add(load_episodes(path))
+        if self.trains: self.method.add(load_episodes(path))
+    self.ahead_weights = state.get("ahead")
+    if not self.trains: return   # what plays is sent before each round
     if self.step is not None: self.method.enter(self.stages[self.t])
     self.cl.load_state_dict(states["algo"])
     self.method.load_state_dict(state["method"])

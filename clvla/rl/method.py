@@ -9,6 +9,7 @@ __all__ = ['PracticeContext', 'Method', 'check_method']
 from dataclasses import dataclass, field
 from ..cl.base import CLAlgorithm
 from ..policies.heads import heads
+from ..policies.weights import stored_weights
 
 # %% ../../nbs/rl/10_method.ipynb #a1000006
 @dataclass(kw_only=True)
@@ -21,6 +22,7 @@ class PracticeContext:
     data:object      # `TaskData` of the demonstrations
     device:object = "cpu"
     stream:object = None   # the tasks in their order
+    part:tuple = (0, 1)    # number of this process, and of how many, for a method whose processes learn together
     cl:CLAlgorithm = field(default_factory=CLAlgorithm)   # against forgetting, along a stream; this one does nothing
 
 # %% ../../nbs/rl/10_method.ipynb #a1000009
@@ -29,6 +31,8 @@ class Method:
     model = None   # name of its policies in the menu; None: the run's own
     repeats = 1    # attempts from each start, with other noise
     hooks = False  # its updates call the hooks of `ctx.cl`
+    together = False # of several processes all learn, and average their gradients; False: the first one alone
+    own_only = False # it learns only from attempts of the very weights that learn
     def __init__(self,
         seed:int=0,     # of the run
         updates:int=1   # after each round
@@ -46,6 +50,8 @@ class Method:
     def begin(self): pass
     def update(self)->dict: return {}
     def end(self): pass
+    def acting_state(self)->dict: return stored_weights(self.policy)
+    def load_acting(self, state:dict): self.policy.load_state_dict(state, strict=False)
     def state_dict(self)->dict: return {}
     def load_state_dict(self, state:dict): pass
 
@@ -60,6 +66,9 @@ def check_method(method:Method, cfg):
     if cfg.accumulation != 1 or cfg.precision != "no":
         raise ValueError(f"practice makes whole batches in float32, found accumulation {cfg.accumulation} and precision "
                          f"{cfg.precision!r}; set them to 1 and 'no'")
-    if cfg.num_processes > 1 or cfg.machines:
-        raise ValueError(f"practice learns in one process, found num_processes {cfg.num_processes} and machines "
-                         f"{cfg.machines!r}; set n_workers for more simulators")
+    if cfg.machines or cfg.strategy != "ddp":
+        raise ValueError(f"practice has its processes on one machine, each with whole weights; found machines {cfg.machines!r} "
+                         f"and strategy {cfg.strategy!r}; leave them out")
+    if cfg.overlap and method.own_only:
+        raise ValueError(f"overlap plays a round by the weights of the round before, and {cfg.algo!r} learns from attempts of "
+                         "its present weights alone; leave overlap out")

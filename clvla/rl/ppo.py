@@ -69,6 +69,7 @@ def approx_kl(
 class OnPolicy:
     "Epochs of minibatch steps on one rollout; a method says what the rows and their loss are."
     keys,others = (),()   # a rollout's entries with a row for each chunk, and its others
+    part = 0,1            # number of this process, and of how many that learn from equal rollouts
 
     def __init__(self,
         nets:dict,              # name -> network that learns; one of them is "actor"
@@ -101,18 +102,37 @@ def step(self:OnPolicy, rows:dict)->tuple:   # metrics of the minibatch, whether
     "One optimizer step, unless the actor is too far from the one that played."
     n,parts = len(rows["logp_old"]),[]
     self.opt.zero_grad()
-    split = [slice(None)] if self.accumulation == 1 else torch.arange(n).chunk(self.accumulation)
-    for part in split:
+    for part,counts in self.split(n):
         loss,info = self.loss({k: v[part] for k,v in rows.items()})
-        (loss.sum()/n).backward()
+        (counts*loss.sum()/n).backward()
         parts.append({"loss": loss.detach(), **info})
     info = {k: torch.cat([p[k] for p in parts]).mean() for k in parts[0]}
+    if self.part[1] > 1: info = self.over_processes({k: counts*torch.cat([p[k] for p in parts]).sum()/n for k in info})
     if self.kl_stop is not None and info["kl"] > self.kl_stop: return info,False
     for name,net in self.nets.items():
         limit = float("inf") if self.grad_clip is None else self.grad_clip
         info[f"grad_norm/{name}"] = nn.utils.clip_grad_norm_(net.parameters(), limit)
     self.opt.step()
     return info,True
+
+# %% ../../nbs/rl/07_ppo.ipynb #70a1b2a2
+@patch
+def split(self:OnPolicy, n:int)->list:   # (rows, 1), or (row 0, 0) where this process has none of them
+    "This process's rows of a minibatch of `n`, in the parts that they are computed in."
+    number,world = self.part
+    if world == 1 and self.accumulation == 1: return [(slice(None), 1)]
+    mine = torch.arange(n)[number::world]
+    return [(part, 1) for part in mine.chunk(self.accumulation)] if len(mine) else [(slice(1), 0)]
+
+@patch
+def over_processes(self:OnPolicy, info:dict)->dict:
+    "Put the sum of all processes' gradients into `grad`; returns the sums of the metrics."
+    grads = [p.grad for net in self.nets.values() for p in net.parameters()]
+    both = torch.cat([*(g.flatten() for g in grads), torch.stack([*info.values()])])
+    torch.distributed.all_reduce(both)
+    *new,metrics = both.split([*(g.numel() for g in grads), len(info)])
+    for g,v in zip(grads, new): g.copy_(v.view_as(g))
+    return dict(zip(info, metrics))
 
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b224
 @patch

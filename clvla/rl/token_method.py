@@ -69,6 +69,11 @@ class TokenMethod(Method):
         self.waiting = []
 
     def take(self, attempts:list): raise NotImplementedError   # what `states` gives, of each episode
+    def acting_state(self)->dict: return super().acting_state()|dict(fitted=torch.tensor([self.fitted], device=self.ctx.device))
+    def load_acting(self, state):
+        self.fitted = bool(state["fitted"])
+        super().load_acting({k: v for k,v in state.items() if k != "fitted"})
+
     def state_dict(self)->dict: return dict(fitted=self.fitted)
     def load_state_dict(self, state): self.fitted,self.waiting = state["fitted"],[]
 

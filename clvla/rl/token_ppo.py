@@ -38,6 +38,7 @@ def played_chunks(
 # %% ../../nbs/rl/15_token_ppo.ipynb #c1500008
 class TokenPPO(TokenMethod):
     "Proximal policy optimisation of the actor, with a value that reads the token."
+    together = own_only = True
     def __init__(self,
         seed:int=0,
         ref_dropout:float=0.,   # share of the samples that train without their reference
@@ -62,6 +63,7 @@ class TokenPPO(TokenMethod):
     def prepare(self, ctx):
         super().prepare(ctx)
         self.learner = self.make_learner()
+        self.learner.part = ctx.part
 
     def begin(self):
         explored = self.fitted

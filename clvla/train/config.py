@@ -95,10 +95,11 @@ class EvaluationSettings:
     curve_points:int = 0         # evaluations inside each task, for LIBERO's FWT and AUC
     n_workers:int = 0            # simulator processes, 0 = one per core; a result that could change with it is named
     rows_per_task:int = 2        # episodes of one task under way at the same time
+    max_wait:float = 0.          # seconds that a policy call waits for more simulators, 0 = for all (page eval/server)
     videos:bool = False          # film the first success and the first failure per task
-    FREE = ("n_workers", "videos")
+    FREE = ("n_workers", "max_wait", "videos")
     POSITIVE = ("n_trials", "rows_per_task")
-    NOT_NEGATIVE = ("curve_points", "n_workers")
+    NOT_NEGATIVE = ("curve_points", "n_workers", "max_wait")
     CHOICES = dict(evaluate=("lower", "full", "none"))
 
 # %% ../../nbs/train/00_config.ipynb #c0a00008

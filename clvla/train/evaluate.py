@@ -15,6 +15,7 @@ from ..eval.films import film_firsts, firsts
 from ..eval.metrics import JOINT, record_key
 from ..eval.neighbours import doubt
 from ..eval.player import POOL_SEED, Player
+from ..eval.server import ServedPlayer
 from ..run.folder import RunFolder
 from ..run.stop import Stopped
 from .config import TrainConfig
@@ -28,8 +29,10 @@ class Evaluator:
         stages:list,# what is learnt, each with a `name`: of its task, or "joint"
         processor,  # normalises observations, un-normalises actions
         algo,       # may change the policy for each task
-        full_policy # called without arguments: the policy with its present weights, whole in each rank
+        full_policy, # called without arguments: the policy with its present weights, whole in each rank
+        **pool      # of the `EnvPool`, as in `render_gpus`
     ):
+        self.pool = pool
         self.shell,self.cfg,self.stream,self.stages = shell,shell.cfg,stream,stages
         self.processor,self.algo,self.full_policy = processor,algo,full_policy
         self.player = None   # started with the first evaluation
@@ -130,8 +133,9 @@ def player_for(self:Evaluator, policy)->Player:
     cfg,shell = self.cfg,self.shell
     if self.player is not None: return self.player
     n = max(1, cfg.n_workers//shell.world)
-    self.player = Player(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, shell.rank,
-                         shell.world, group=policy.group)
+    make,kw = (ServedPlayer, dict(max_wait=cfg.max_wait)) if cfg.max_wait else (Player, {})
+    self.player = make(self.stream.tasks, cfg.rows_per_task, n, cfg.image_size, POOL_SEED, cfg.chunk, shell.rank,
+                       shell.world, group=policy.group, **kw, **self.pool)
     if shell.rank == 0 and (warning := doubt(self.player, policy, self.processor)): shell.say(warning)
     return self.player
 
