@@ -89,6 +89,8 @@ def resolve_practice(
     if cfg.stream is True and not cfg.run_dir:
         cfg = replace(cfg, run_dir="runs/"+folder_name(replace(cfg, algo=f"{cfg.algo}-stream-{cfg.cl}")))
     cfg = resolve(cfg)
+    if isinstance(token := cfg.algo_kw.get("token"), str) and token and Path(token).expanduser().is_dir():
+        cfg = replace(cfg, algo_kw=cfg.algo_kw | dict(token=str(Path(token).expanduser().resolve())))   # as init_from
     if len(cl_parts(cfg.cl)) > 1: cfg = replace(cfg, cl_kw=split_of(cfg))
     if not cfg.smoke: return cfg
     small = {k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()}

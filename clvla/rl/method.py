@@ -46,6 +46,7 @@ class Method:
     def begin(self): pass
     def update(self)->dict: return {}
     def end(self): pass
+    def docs(self)->dict: return {}
     def state_dict(self)->dict: return {}
     def load_state_dict(self, state:dict): pass
 

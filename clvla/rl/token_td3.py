@@ -53,7 +53,7 @@ class TokenTD3(TokenMethod):
 
     def update(self)->dict:
         numbers = self.td3.update(self.replay.sample(self.sample, stratified=True))
-        return {f"rl/{k}": float(v) for k,v in numbers.items()}
+        return self.note()|{f"rl/{k}": float(v) for k,v in numbers.items()}
 
     def state_dict(self)->dict:
         return super().state_dict()|dict(td3=self.td3.state_dict(), replay=self.replay.state_dict())

@@ -1,0 +1,82 @@
+"A token that was learnt in another run: the right one, one of another policy, damaged ones, none; and a run that goes on with it."
+import shutil
+
+import pytest
+import torch
+
+from clvla.core.files import read_json
+from clvla.policies.all import load_policy
+from clvla.rl.learner import practise
+from clvla.rl.token_file import find_token, read_token, weights_hash
+from clvla.run.checkpoint import checkpoints
+from clvla.run.resume import fingerprint
+from test_practice import Crash, config, crash_after
+
+TD3 = dict(updates=3, token_updates=4, sample=8)
+
+
+def last(run): return checkpoints(run.path/"checkpoints", ends=True)[-1]
+
+
+def taking(data, home, token, **kw): return config(data, home, algo="token_td3", algo_kw=TD3 | dict(token=str(token)), **kw)
+
+
+@pytest.fixture(scope="module")
+def data(shared_data): return shared_data
+
+
+@pytest.fixture(scope="module")
+def first(data, tmp_path_factory):
+    return practise(config(data, tmp_path_factory.mktemp("first")/"run", algo="token_td3", algo_kw=TD3), say=len)
+
+
+def test_it_is_used_and_recorded_and_resume_keeps_it(data, tmp_path, first):
+    said = read_json(last(first)/"token.json")
+    assert find_token(first.path) == last(first).resolve() and weights_hash(load_policy(last(first)).vla) == said["vla"]
+    source = shutil.copytree(first.path, tmp_path/"first")
+    run = practise(taking(data, tmp_path/"run", source), say=len)
+    assert read_json(last(run)/"token.json") == read_json(run.path/"token/token.json") == said
+    codecs = [load_policy(last(r)).codec.state_dict() for r in (first, run)]
+    assert all(torch.equal(codecs[0][k], v) for k, v in codecs[1].items())
+    for n in (1, 5):   # before there is a checkpoint, and behind one; the other run is gone by then
+        with pytest.MonkeyPatch.context() as m:
+            crash_after(m, n, algo="token_td3")
+            with pytest.raises(Crash): practise(taking(data, tmp_path/f"crash{n}", source), say=len)
+    cfgs = [taking(data, tmp_path/f"crash{n}", source) for n in (1, 5)]   # as the run's own config.json says
+    shutil.rmtree(source)
+    assert {fingerprint(practise(cfg, say=len).path) for cfg in cfgs} == {fingerprint(run.path)}
+    codec = read_token(run.path)[1]["readout"]
+    assert torch.equal(codec, codecs[0]["readout"])
+
+
+def test_a_token_of_another_policy(data, tmp_path, first):
+    with pytest.raises(ValueError) as e: practise(taking(data, tmp_path/"run", first.path, seed=1), say=len)
+    own = weights_hash(load_policy(checkpoints(next((data/"bases").glob("dot_2-n2-u8-s1-*"))/"checkpoints", ends=True)[-1]))
+    assert own[:12] in str(e.value) and read_json(last(first)/"token.json")["vla"][:12] in str(e.value)
+    assert not (tmp_path/"run/practice").exists() and not (tmp_path/"run/token").exists()
+
+
+@pytest.mark.parametrize("harm, says", [("cut", "cut off"), ("changed", "token.json says"), ("none", "no token.json"), ("nowhere", "no such folder")])
+def test_a_token_that_cannot_be_taken(data, tmp_path, first, done, harm, says):
+    source = tmp_path/"source"
+    if harm != "nowhere": shutil.copytree(last(first), source)
+    file = source/"weights.safetensors"
+    if harm == "cut": file.write_bytes(file.read_bytes()[:-100])
+    if harm == "changed": file.write_bytes(file.read_bytes()[:-100]+bytes(100))
+    if harm == "none": source = done.path
+    with pytest.raises(ValueError, match=says): practise(taking(data, tmp_path/"run", source), say=len)
+    assert not (tmp_path/"run/practice").exists()
+
+
+def test_a_token_that_nothing_reads(data, tmp_path, first):
+    with pytest.raises(ValueError, match="set reads to 'token'"):
+        practise(config(data, tmp_path/"run", algo="best_of_n", algo_kw=dict(updates=2, token=str(first.path))), say=len)
+
+
+def test_best_of_n_takes_it_too(data, tmp_path, first):
+    kw = dict(updates=2, token=str(first.path), reads="token", N=2, sample=8)
+    run = practise(config(data, tmp_path/"run", algo="best_of_n", algo_kw=kw), say=len)
+    assert read_json(last(run)/"token.json") == read_json(last(first)/"token.json")
+
+
+from test_practice import done  # noqa: E402,F401 -- the fixture: a run of cloning, which has no token
