@@ -27,6 +27,7 @@ from .token_policy import TokenPolicy, check_base
 class TokenMethod(Method):
     "A frozen policy, its token, and an actor that learns."
     model = "rl-token"   # its policies' name in the menu
+    tuned = False        # whether the policy itself learns (page 27_tuning)
     def __init__(self,
         seed:int=0,
         token:str="",           # a key of `rl.query_token.codecs`, or a run or a checkpoint whose token is taken; "": query
@@ -82,7 +83,8 @@ class TokenMethod(Method):
     def docs(self)->dict:
         "token.json, as soon as there is a token."
         learnt = self.fitted and self.policy.codec is not None
-        return {"token.json": token_doc(self.policy.config["token"], self.policy.codec, self.vla)} if learnt else {}
+        return {"token.json": token_doc(self.policy.config["token"], self.policy.codec,
+                                         weights_hash(self.policy.vla) if self.tuned else self.vla)} if learnt else {}
 
     def take(self, attempts:list): raise NotImplementedError   # what `states` gives, of each episode
     def state_dict(self)->dict: return dict(fitted=self.fitted, noted=self.noted)
@@ -112,6 +114,7 @@ def make_policy(self:TokenMethod)->TokenPolicy:
         W = codecs[token](**token_config).W
         actor = dict(X=W+S, C=C, A=base.A, hidden=self.hidden, std=self.std, ref_dropout=self.ref_dropout)
         sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "head") if k in base.config}
+        sizes |= dict(tuned=True) if self.tuned else {}
         policy = TokenPolicy(ctx.cfg.model, dict(base.config), token, token_config, actor, H=C, **sizes)
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
