@@ -6,7 +6,7 @@
 __all__ = ['STATES', 'HELP', 'send', 'recv', 'Process', 'child_env', 'child', 'report', 'raise_as', 'die_with', 'Child', 'trim']
 
 # %% ../../nbs/envs/02_child.ipynb #22f87e1a
-import ctypes, faulthandler, fcntl, importlib, json, os, signal, socket, subprocess, sys, time, traceback
+import ctypes, faulthandler, fcntl, importlib, json, os, signal, socket, subprocess, sys, threading, time, traceback
 import clvla
 from pathlib import Path
 from ..core.plugins import load_plugins, loaded
@@ -17,10 +17,17 @@ def send(sock, **message):
     try: sock.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
     except (BrokenPipeError, ConnectionResetError, BlockingIOError): return
 
+class _Buffer(threading.local):
+    "A thread's memory for what it receives: a new megabyte for each message costs the system more than the message."
+    def __init__(self): self.bytes = bytearray(1<<20)
+
+_buffer = _Buffer()
+
 def recv(sock)->dict|None:
     "The next message; None when the other side is gone."
+    memory = _buffer.bytes
     for _ in range(2):   # a reset tells that the other side left messages unread; its own last one is still there
-        try: return json.loads(sock.recv(1<<20) or b"null")
+        try: return json.loads(memory[:sock.recv_into(memory)] or b"null")
         except ConnectionResetError: continue
 
 # %% ../../nbs/envs/02_child.ipynb #ccc7df87
