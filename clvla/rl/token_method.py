@@ -27,7 +27,7 @@ from .token_policy import TokenPolicy, check_base
 class TokenMethod(Method):
     "A frozen policy, its token, and an actor that learns."
     model = "rl-token"   # its policies' name in the menu
-    tuned = False        # whether the policy itself learns (page 27_tuning)
+    tuned = False        # whether the policy itself learns (page 28_tuning)
     def __init__(self,
         seed:int=0,
         token:str="",           # a key of `rl.query_token.codecs`, or a run or a checkpoint whose token is taken; "": query
