@@ -1,16 +1,25 @@
 "A token that was learnt in another run: the right one, one of another policy, damaged ones, none; and a run that goes on with it."
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from chaos import wait_for
 from clvla.core.files import read_json
+from clvla.core.names import PROMPT, STATE
 from clvla.policies.all import load_policy
+from clvla.rl.config import PracticeConfig, resolve_practice
 from clvla.rl.learner import practise
 from clvla.rl.token_file import find_token, read_token, weights_hash
 from clvla.run.checkpoint import checkpoints
+from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
-from test_practice import Crash, config, crash_after
+from test_practice import Crash, config, crash_after, done  # noqa: F401 -- a fixture: a run of cloning, which has no token
 
 TD3 = dict(updates=3, token_updates=4, sample=8)
 
@@ -57,7 +66,7 @@ def test_a_token_of_another_policy(data, tmp_path, first):
 
 
 @pytest.mark.parametrize("harm, says", [("cut", "cut off"), ("changed", "token.json says"), ("none", "no token.json"), ("nowhere", "no such folder")])
-def test_a_token_that_cannot_be_taken(data, tmp_path, first, done, harm, says):
+def test_a_token_that_cannot_be_taken(data, tmp_path, first, done, harm, says):  # noqa: F811
     source = tmp_path/"source"
     if harm != "nowhere": shutil.copytree(last(first), source)
     file = source/"weights.safetensors"
@@ -79,4 +88,30 @@ def test_best_of_n_takes_it_too(data, tmp_path, first):
     assert read_json(last(run)/"token.json") == read_json(last(first)/"token.json")
 
 
-from test_practice import done  # noqa: E402,F401 -- the fixture: a run of cloning, which has no token
+
+def test_a_policy_with_action_queries(data, tmp_path):
+    "The token reads its queries and nothing else, without being told; killed in a round and in an update, the run ends the same."
+    cfg = lambda home: resolve_practice(PracticeConfig(model="qwenoft-tiny", suite="dot_2", algo="token_td3", smoke=True, image_size=32, n_workers=1,
+                                                       threads=1, data_dir=str(data), run_dir=str(home)))
+    run = practise(cfg(tmp_path/"run"), say=len)
+    policy = load_policy(last(run))
+    assert policy.config["token"] == "query" and policy.vla.head.H == 8
+    ctx = policy.vla.encode(policy.vla.prepare(observation(policy)), tokens=True)
+    rows, mask = policy.codec.rows(ctx)
+    assert rows.shape[1] == 8 < ctx.tokens.shape[1] and torch.equal(rows, ctx.tokens[:, ctx.spans["queries"]]) and mask.all()
+    for moment in ("episodes.jsonl", "practice/round-000.safetensors"):
+        home = tmp_path/moment[:5]
+        RunFolder(str(home)).begin(cfg(home))
+        child = subprocess.Popen([sys.executable, "-m", "clvla.run", str(home)], env=os.environ | dict(OMP_NUM_THREADS="1"))
+        try:
+            wait_for(lambda: (home/moment).exists() or child.poll() is not None)
+            try: child.wait(random.random()*.3)
+            except subprocess.TimeoutExpired: pass
+            child.send_signal(signal.SIGKILL)
+        finally: child.wait()
+        assert fingerprint(practise(cfg(home), say=len).path) == fingerprint(run.path)
+
+
+def observation(policy):
+    pictures = {k: torch.zeros(1, 3, h, h, dtype=torch.uint8) for k, h in policy.pixels.items()}
+    return pictures | {STATE: torch.zeros(1, policy.vla.config["state_dim"]), PROMPT: ["move the dot"]}
