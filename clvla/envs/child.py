@@ -6,21 +6,35 @@
 __all__ = ['STATES', 'HELP', 'send', 'recv', 'Process', 'child_env', 'child', 'report', 'raise_as', 'die_with', 'Child', 'trim']
 
 # %% ../../nbs/envs/02_child.ipynb #22f87e1a
-import ctypes, faulthandler, fcntl, importlib, json, os, signal, socket, subprocess, sys, time, traceback
+import ctypes, errno, faulthandler, fcntl, importlib, json, os, signal, socket, subprocess, sys, threading, time, traceback
 import clvla
 from pathlib import Path
 from ..core.plugins import load_plugins, loaded
 
 # %% ../../nbs/envs/02_child.ipynb #6f352633
 def send(sock, **message):
-    "Send a message; a message to a process that is gone is dropped, and its sender finds out at the next `recv`."
-    try: sock.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
+    """Send a message; a message to a process that is gone is dropped, and its sender finds out at the next `recv`.
+    ValueError for one that is longer than the socket carries."""
+    text = json.dumps(message).encode()
+    try: sock.send(text, socket.MSG_DONTWAIT)
     except (BrokenPipeError, ConnectionResetError, BlockingIOError): return
+    except OSError as e:
+        if e.errno != errno.EMSGSIZE: raise
+        most = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        raise ValueError(f"a message of {len(text)} bytes with {', '.join(message)} is longer than the socket carries, which is "
+                         f"less than {most}; put what is long into a file, and send its path") from None
+
+class _Buffer(threading.local):
+    "A thread's memory for what it receives: a new megabyte for each message costs the system more than the message."
+    def __init__(self): self.bytes = bytearray(1<<20)
+
+_buffer = _Buffer()
 
 def recv(sock)->dict|None:
     "The next message; None when the other side is gone."
+    memory = _buffer.bytes
     for _ in range(2):   # a reset tells that the other side left messages unread; its own last one is still there
-        try: return json.loads(sock.recv(1<<20) or b"null")
+        try: return json.loads(memory[:sock.recv_into(memory)] or b"null")
         except ConnectionResetError: continue
 
 # %% ../../nbs/envs/02_child.ipynb #ccc7df87
@@ -89,7 +103,7 @@ def child():
 
 def report(e:Exception)->dict:
     "An error as a message that `raise_as` understands."
-    return dict(type=type(e).__name__, message=str(e), traceback="".join(traceback.format_exception(e))[-20_000:])
+    return dict(type=type(e).__name__, message=str(e)[:20_000], traceback="".join(traceback.format_exception(e))[-20_000:])
 
 # %% ../../nbs/envs/02_child.ipynb #eec7bfd1
 def raise_as(

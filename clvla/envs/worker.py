@@ -64,8 +64,9 @@ def write_obs(memory, index, obs, prefix=""):
     for key,value in obs.items():
         array = memory.get(prefix+key)
         if array is None: continue
-        if key == STATE: array[index][:len(value)] = value
-        else: array[index] = value
+        place = array[index]
+        if key == STATE: place[:len(value)] = value
+        elif not (isinstance(value, np.ndarray) and np.may_share_memory(place, value)): array[index] = value   # else it was drawn there
 
 # %% ../../nbs/envs/07_worker.ipynb #b9dce155
 def about(env)->dict:

@@ -33,7 +33,7 @@ def critic_state(
     "What a critic reads of observations."
     if reads == "proprioception": return own
     if reads == "context": return torch.cat([ctx.pooled, own], 1)
-    if reads == "token": return torch.cat([codec.encode(ctx.tokens, ctx.mask), own], 1)
+    if reads == "token": return torch.cat([codec.encode(*codec.rows(ctx)), own], 1)
     rows = [i for name,span in ctx.spans.items() if name != "words" for i in range(span.start, span.stop)]
     return torch.cat([ctx.tokens[:,rows].flatten(1), own], 1)
 
@@ -99,7 +99,7 @@ class BestOfNMethod(TokenMethod):
         updates:int=800,       # of the critic, after each round
         N:int=16,              # draws of each observation
         reads:str="tokens",    # what the critic reads: proprioception, context, token, tokens
-        token:str="paper",     # of "token": a key of `rl.query_token.codecs`
+        token:str="",          # of "token": as of `TokenMethod`
         token_updates:int=500, # of its encoder and decoder, once
         random_share:float=.1, # of the attempts' chunks that are not chosen
         sample:int=256,        # rows in an update
@@ -116,6 +116,7 @@ class BestOfNMethod(TokenMethod):
         for name,value in dict(random_share=random_share, mc=mc).items(): check_number(name, value, 0, 1)
         check_number("critic_lr", critic_lr, 1e-12, rule="above 0")
         if reads not in READS: raise ValueError(f"reads is {reads!r}, expected one of {', '.join(READS)}")
+        if token and reads != "token": raise ValueError(f"token is {token!r}, which nothing reads; set reads to 'token'")
         self.updates,self.N,self.reads,self.random_share,self.sample = updates,N,reads,random_share,sample
         self.mc,self.critic_lr,self.hidden,self.members,self.capacity = mc,critic_lr,critic_hidden,members,capacity
 
@@ -144,13 +145,12 @@ def make_policy(self:BestOfNMethod)->BestOfN:
     base,ctx,obs = self.base,self.ctx,to_device(self.demo_batches(1)[0], self.ctx.device)
     with torch.no_grad(): seen = base.eval().encode(obs, tokens=True)
     with first_weights(self.seed, "practice", "critic"):
-        token_config = {}
-        if self.reads == "token": token_config = dict(D=seen.tokens.shape[-1], seed=seed_of(self.seed, "practice", "token"))
-        codec = codecs[self.token](**token_config).to(ctx.device) if token_config else None
+        token,token_config = self.codec_for(seen) if self.reads == "token" else ("", {})
+        codec = codecs[token](**token_config).to(ctx.device) if token_config else None
         with torch.no_grad(): X = critic_state(seen, obs[STATE], self.reads, codec).shape[1]
         critic = dict(X=X, C=base.H, A=base.A, hidden=self.hidden, members=self.members)
         sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
-        policy = BestOfN(ctx.cfg.model, dict(base.config), self.reads, self.token, token_config, critic, self.N,
+        policy = BestOfN(ctx.cfg.model, dict(base.config), self.reads, token, token_config, critic, self.N,
                          self.random_share, **sizes)
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)

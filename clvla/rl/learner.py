@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 import torch
 from fastcore.basics import patch
-from ..core.files import sha256
+from ..core.files import sha256, write_json
 from ..core.progress import emit
 from ..core.seeds import seed_of
 from ..core.trials import trial_number
@@ -318,3 +318,4 @@ def load_state_dict(self:Practice, states:dict):
 def write(self:Practice, folder:Path):
     "Write the policy into a checkpoint."
     save_policy(self.method.policy, self.method.model or self.cfg.model, folder)
+    for name,doc in self.method.docs().items(): write_json(folder/name, doc)

@@ -52,6 +52,7 @@ class Method:
     def end(self): pass
     def acting_state(self)->dict: return stored_weights(self.policy)
     def load_acting(self, state:dict): self.policy.load_state_dict(state, strict=False)
+    def docs(self)->dict: return {}
     def state_dict(self)->dict: return {}
     def load_state_dict(self, state:dict): pass
 

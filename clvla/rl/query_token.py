@@ -37,6 +37,11 @@ class QueryToken(TokenCodec):
             self.write = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D))
         self.W = width
 
+    def rows(self, ctx)->tuple:
+        "The action queries of a policy that has them, else all of its tokens."
+        span = ctx.spans.get("queries", slice(None))
+        return ctx.tokens[:,span],None if ctx.mask is None else ctx.mask[:,span]
+
     def read(self, z, real): return self.down(read_out(self.readout, self.encoder, z, real))
 
     def decode(self, token, z, real):

@@ -52,6 +52,10 @@ class TokenCodec(nn.Module):
         super().__init__()
         self.config,self.D = dict(config),config["D"]
 
+    def rows(self, ctx)->tuple:
+        "Those of a policy's tokens (B,L,D) that it reads, and their mask (B,L): all."
+        return ctx.tokens,ctx.mask
+
     def encode(self, tokens:Tensor, mask:Tensor|None=None)->Tensor:
         "The token (B,W) of each sample."
         z,real,_ = pack(tokens, check_tokens(tokens, mask, self.D))

@@ -35,7 +35,8 @@ def check_base(
 class FrozenPolicy(Policy):
     "A policy around a frozen one, `vla`, which reads the observations."
     def __init__(self,
-        config:dict # of the whole; `base` and `base_config` are the frozen policy's name in the menu of policies and its arguments
+        config:dict # of the whole; `base` and `base_config` are the frozen policy's name in the menu of policies and its arguments;
+                    # with `tuned` True it learnt in practice, and its weights lie in the checkpoint
     ):
         check_base(config["base"])
         super().__init__(config)
@@ -43,7 +44,7 @@ class FrozenPolicy(Policy):
         # torch's attention takes another kernel where a gradient might be wanted, and rounds otherwise
         self.vla.requires_grad_(False)
         self.pixels,self.longest_prompt,self.group = self.vla.pixels,self.vla.longest_prompt,self.vla.group
-        self.frozen = tuple(f"vla.{k}" for k in self.vla.state_dict())
+        self.frozen = () if config.get("tuned") else tuple(f"vla.{k}" for k in self.vla.state_dict())
         self.explore = False   # True: what it plays is not always its best
 
     @classmethod
@@ -93,4 +94,4 @@ def look(self:TokenPolicy,
     with torch.no_grad():
         ctx = self.vla.encode(obs, tokens=True)
         ref = self.vla.head.sample(ctx, noise if self.vla.needs_noise else None)
-        return torch.cat([self.codec.encode(ctx.tokens, ctx.mask), obs[STATE]], 1),ref[:,:self.H]
+        return torch.cat([self.codec.encode(*self.codec.rows(ctx)), obs[STATE]], 1),ref[:,:self.H]

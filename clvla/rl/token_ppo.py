@@ -78,8 +78,8 @@ class TokenPPO(TokenMethod):
     def more(self, attempts, parts)->dict: return {}   # further entries of the rollout
 
     def update(self)->dict:
-        if self.rollout is None: return {}
-        return {f"rl/{k}": float(v) for k,v in self.learner.update(self.rollout).items()}
+        if self.rollout is None: return self.note()
+        return self.note()|{f"rl/{k}": float(v) for k,v in self.learner.update(self.rollout).items()}
 
     def state_dict(self)->dict:
         return super().state_dict()|dict(rollout=self.rollout, learner=self.learner.state_dict())

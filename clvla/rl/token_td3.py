@@ -6,31 +6,45 @@
 __all__ = ['TokenTD3']
 
 # %% ../../nbs/rl/14_token_td3.ipynb #c1400002
+import numpy as np
 import torch
+from fastcore.basics import patch
 from ..cl.base import check_count, check_number
-from ..core.batch import first_weights
+from ..core.batch import first_weights, to_device
+from ..core.names import PROMPT, STATE, TASK_ID
 from .actor import TwinCritic
 from .replay import Replay
-from .td3 import TD3
+from .td3 import TD3, td_target
 from .token_method import TokenMethod
 from .transitions import action_chunks, transitions
+from .tuning import TokenTuner
 
 # %% ../../nbs/rl/14_token_td3.ipynb #c1400005
 class TokenTD3(TokenMethod):
-    "Off-policy practice with a frozen policy."
+    "Off-policy practice with a frozen policy, or with one that learns too."
     def __init__(self,
         seed:int=0,
         updates:int=500,       # of the critics, after each round
         sample:int=256,        # transitions in an update
         beta:float=1.,         # weight of the squared distance to the policy's chunk
         capacity:int=100_000,  # states in the replay
+        encoder_lr:float=0.,   # of the token's encoder and decoder from the second round on; 0: they stay
+        vla_lr:float=0.,       # of the policy, likewise
+        tune_updates:int=100,  # of encoder and policy, before the critics' of a round
+        tune_sample:int=32,    # stored observations in one of these
+        tune_q:float=1.,       # weight of the critics' error in them
+        recon:float=1.,        # weight of the reconstruction
         **more                 # of `TokenMethod`
     ):
         super().__init__(seed, **more)
-        check_count("sample", sample)
+        for name,value in dict(sample=sample, tune_updates=tune_updates, tune_sample=tune_sample).items(): check_count(name, value)
         check_count("capacity", capacity, least=1000)
-        check_number("beta", beta, 0)
+        for name,value in dict(beta=beta, encoder_lr=encoder_lr, vla_lr=vla_lr, tune_q=tune_q, recon=recon).items():
+            check_number(name, value, 0)
         self.updates,self.sample,self.beta,self.capacity = updates,sample,beta,capacity
+        self.tune_updates,self.tune_sample,self.tuned = tune_updates,tune_sample,vla_lr > 0
+        self.tune_kw = dict(encoder_lr=encoder_lr, vla_lr=vla_lr, tune_q=tune_q, recon=recon)
+        self.tuner,self.attempts = None,[]   # where something learns besides actor and critics; all attempts so far
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -39,26 +53,91 @@ class TokenTD3(TokenMethod):
             critic = TwinCritic(actor.X, actor.C, actor.A, self.hidden).to(ctx.device)
         # the only reward is 1 at success, which ends the episode
         self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed)
-        number,chunk = ((), torch.float32),((actor.C, actor.A), torch.float32)
-        self.replay = Replay(self.capacity, states=dict(x=((actor.X,), torch.float32), ref=chunk), device=ctx.device,
-                             fields=dict(action=chunk, reward=number, mask=number), seed=self.seed)
+        self.replay = self.make_replay()
+        if not (self.tune_kw["encoder_lr"] or self.tuned): return
+        learns = [name for name,p in self.base.named_parameters() if p.requires_grad]
+        self.tuner = TokenTuner(self.policy, learns, seed=self.seed, **self.tune_kw)
+
+    def make_replay(self)->Replay:
+        actor,number = self.policy.actor,((), torch.float32)
+        chunk = (actor.C, actor.A),torch.float32
+        return Replay(self.capacity, states=dict(x=((actor.X,), torch.float32), ref=chunk), device=self.ctx.device,
+                      fields=dict(action=chunk, reward=number, mask=number), seed=self.seed)
+
+    def begin(self):
+        tunes = self.fitted and self.tuner is not None   # behind the first round, when the critics have learnt
+        super().begin()
+        if tunes: self.tune()
+
+    def found(self, a:dict)->dict:
+        "An attempt with its transitions."
+        e,C = a["episode"],self.policy.H
+        found = transitions(e.at, e.success_reward, e.ended, C, self.gamma)
+        return a|dict(found=found|dict(action=torch.as_tensor(action_chunks(a["action"].numpy(), found["first"], C)[0])))
 
     def take(self, attempts):
         tasks = [task.id for task in self.ctx.tasks]
-        for a in attempts:
-            e,C = a["episode"],self.policy.H
-            found = transitions(e.at, e.success_reward, e.ended, C, self.gamma)
-            found["action"] = torch.as_tensor(action_chunks(a["action"].numpy(), found["first"], C)[0])
-            self.replay.push(dict(x=a["x"], ref=a["ref"]), found, tasks.index(e.task_id))
+        for a in map(self.found, attempts):
+            self.replay.push(dict(x=a["x"], ref=a["ref"]), a["found"], tasks.index(a["episode"].task_id))
+            if self.tuner is not None: self.attempts.append(a)
 
     def update(self)->dict:
         numbers = self.td3.update(self.replay.sample(self.sample, stratified=True))
-        return {f"rl/{k}": float(v) for k,v in numbers.items()}
+        return self.note()|{f"rl/{k}": float(v) for k,v in numbers.items()}
 
     def state_dict(self)->dict:
-        return super().state_dict()|dict(td3=self.td3.state_dict(), replay=self.replay.state_dict())
+        own = dict(td3=self.td3.state_dict(), replay=self.replay.state_dict())
+        return super().state_dict()|own|(dict(tuner=self.tuner.state_dict()) if self.tuner is not None else {})
 
     def load_state_dict(self, state):
+        played = self.waiting
         super().load_state_dict(state)
         self.td3.load_state_dict(state["td3"])
         self.replay.load_state_dict(state["replay"])
+        if self.tuner is None: return
+        self.tuner.load_state_dict(state["tuner"])
+        self.attempts = [self.found(self.states(e)|dict(episode=e)) for e in played]
+
+# %% ../../nbs/rl/14_token_td3.ipynb #c1400031
+@patch
+def tune(self:TokenTD3):
+    "Let encoder and policy learn from stored pictures, then make all states and references anew."
+    rows,parts = [(a, i) for a in self.attempts for i in range(len(a["found"]["start"]))],[]
+    for _ in range(self.tune_updates):
+        drawn = torch.randint(len(rows), (self.tune_sample,), generator=self.tuner.generator).tolist()
+        parts.append(self.tuner.update(self.td3.critic, *self.stored([rows[i] for i in drawn]), demos=self.some_demos()))
+    self.noted |= {f"tuning/{k}": torch.stack([p[k] for p in parts]).mean().item() for k in parts[0]}
+    self.refresh()
+
+@patch
+def refresh(self:TokenTD3):
+    "States and references of all attempts, as encoder and policy are now."
+    played,rng = [a["episode"] for a in self.attempts],self.replay.rng
+    self.attempts,self.replay = [],self.make_replay()
+    self.replay.rng = rng
+    self.take([self.states(e)|dict(episode=e) for e in played])
+
+# %% ../../nbs/rl/14_token_td3.ipynb #c1400032
+@patch
+def stored(self:TokenTD3,
+    rows:list # (attempt, transition)
+)->tuple:     # observations, the robot's own state (B,S), action (B,C,A), target (B,)
+    "Pictures of transitions, and what the critics should answer there."
+    at = lambda key, name: torch.stack([a[key][int(a["found"][name][i])] for a,i in rows])
+    of = lambda name: torch.stack([torch.as_tensor(a["found"][name][i]) for a,i in rows]).to(self.ctx.device)
+    seen = [(a["episode"], int(a["found"]["start"][i])) for a,i in rows]
+    prompts,ids = {task.id: task.prompt for task in self.ctx.tasks},[e.task_id for e,_ in seen]
+    raw = {k: np.stack([e.obs[k][j] for e,j in seen]) for k in seen[0][0].obs}
+    obs = self.base.prepare(self.ctx.processor.obs({**raw, PROMPT: [prompts[i] for i in ids], TASK_ID: ids}))
+    obs,x,ref = to_device(obs, self.ctx.device),at("x", "next"),at("ref", "next")
+    with torch.no_grad():
+        target = td_target(self.td3.critic_targ, x, self.td3.actor_targ(x, ref), of("reward"), of("mask"))
+    return obs,obs[STATE],of("action"),target
+
+@patch
+def some_demos(self:TokenTD3):
+    "A batch of demonstrations where the policy learns, else None."
+    if not self.tuned: return None
+    draw = lambda n: int(torch.randint(n, (), generator=self.tuner.generator))
+    tasks = [self.ctx.tasks[draw(len(self.ctx.tasks))].id for _ in range(self.tune_sample)]
+    return to_device(self.ctx.data.fetch_refs([(t, draw(self.ctx.data.n_frames(t))) for t in tasks]), self.ctx.device)
