@@ -54,3 +54,73 @@ def test_a_kind_without_an_engine_is_refused(tmp_path):
     from clvla.crl.learner import learn_tasks
     with pytest.raises(ValueError, match="take runner='sync'"): learn_tasks(config(tmp_path, dict(base="dot_2", env=dict(discrete=True))), say=len)
     assert not (tmp_path/"run").exists()
+
+
+def actors_config(folder, **kw):
+    suite = dict(base="minigrid_engine_3", tasks=["empty"])
+    return config(folder, suite, algo="impala", runner="parallel", n_envs=4, horizon=8, steps_per_task=320, eval_every=320,
+                  runner_kw=dict(n_actors=2, engine=True), hidden=8, **kw)
+
+
+def test_actors_play_in_engines_and_a_killed_one_comes_back(tmp_path, monkeypatch):
+    "What two actors play equals the same lanes in this process; a SIGKILL of one changes nothing."
+    import os, signal
+    from dataclasses import asdict
+    from clvla.core.batch import torch_rng
+    from clvla.crl.actors import Parallel
+    from clvla.crl.engine import EngineLanes
+    from clvla.crl.impala import IMPALA
+    from clvla.crl.learner import learn_tasks
+    from clvla.run.resume import fingerprint
+    first, learn, note = [], IMPALA.learn, Parallel.note
+
+    def seen(self, rollout):
+        if not first:
+            spec = self.exp.stream["empty"].env
+            for k in range(2):
+                alone = EngineLanes(spec, 2, 0, (0, k), [1.]).play(self, 8, torch_rng(0, "actor", 0, k, 0))
+                for name in ("state", "action", "logp", "reward", "terminated"):
+                    assert rollout[name][:, 2*k:2*k+2].equal(alone[name]), name
+        first.append(True)
+        return learn(self, rollout)
+
+    def build(self, exp, *more):
+        self.exp = exp
+        return made(self, exp, *more)
+    made = IMPALA.build
+    monkeypatch.setattr(IMPALA, "build", build)
+    monkeypatch.setattr(IMPALA, "learn", seen)
+    whole = learn_tasks(actors_config(tmp_path/"whole"), len)
+    assert len(first) == 10 and whole.logs()[-1]["frames"] == 320
+
+    def kill(self, chosen):
+        note(self, chosen)
+        if self.version == 4: os.kill(self.crew.members[1].child.proc.pid, signal.SIGKILL)
+    monkeypatch.setattr(Parallel, "note", kill)
+    killed = learn_tasks(actors_config(tmp_path/"killed"), len)
+    assert killed.logs()[-1]["restarts"] == 1
+    assert fingerprint(killed.path) == fingerprint(whole.path)
+
+
+def test_an_actors_environments_are_found_again_over_a_renewal(monkeypatch):
+    "`advance` and `go_to` come to the place at which the lanes stand, before and behind the end of a part."
+    import numpy as np
+    import clvla.crl.engine as page
+    from clvla.core.batch import torch_rng
+    from clvla.crl.actors import advance, first_start
+    from clvla.crl.all import make_agent
+    from clvla.crl.experiment import Spaces, make_experiment
+    from clvla.crl.slab import put_rollout, slot_fields, slot_rollout
+    monkeypatch.setattr(page, "RENEW", 24)
+    spec, agent = make_experiment("minigrid_engine_3").stream["lava"].env, make_agent("impala", n_envs=2, horizon=8, hidden=8)
+    agent.build(None, Spaces(0, 151, dict(lava=7)))
+    memory = {k: np.zeros((1, *shape), kind) for k, (shape, kind) in slot_fields(agent, 8, 2).items()}
+    lanes, start, draws, parts = page.EngineLanes(spec, 2), first_start(2), torch_rng(0, "draws"), set()
+    for _ in range(8):
+        put_rollout(memory, 0, lanes.play(agent, 8, draws), lanes)
+        start = advance(start, slot_rollout(memory, 0, 8), engine=True)
+        again = page.EngineLanes(spec, 2)
+        again.go_to(start)
+        assert again.place() == lanes.place() and len(again.actions) == len(lanes.actions)
+        lanes, parts = again, parts | {lanes.part}
+    assert parts == {0, 1, 2}

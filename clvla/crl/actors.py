@@ -14,10 +14,12 @@ from multiprocessing.connection import wait as readable
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..cl.base import check_count, check_number
+from ..cl.base import check_count, check_flag, check_number
 from ..core.batch import torch_rng
+from ..core.processes import keep_memory
 from .agent import Agent
 from .all import make_agent
+from .engine import Batched, EngineLanes
 from .experiment import Spaces
 from .runner import Lanes, Runner
 from .slab import LONGEST, Weights, join, put_rollout, slab_layout, slot_rollout
@@ -31,6 +33,7 @@ def actor(
 ):
     "Play rollouts into the slab, until the socket closes."
     torch.set_num_threads(1)
+    keep_memory()
     if (cfg := recv(sock)) is None: return
     agent,memory = agent_copy(cfg),memory_arrays(memory_fd, cfg["layout"])
     weights,lanes = Weights(memory),None
@@ -52,13 +55,15 @@ def agent_copy(cfg:dict):
     agent.build(None, Spaces(**cfg["spaces"]))
     return agent
 
-def begin_lanes(cfg:dict, stage:dict, start:dict)->Lanes:
+def begin_lanes(cfg:dict, stage:dict, start:dict):   # `Lanes` or `EngineLanes`
     "An actor's environments, where they shall begin."
-    lanes = Lanes(stage["spec"], cfg["E"], cfg["spaces"]["image_size"], cfg["seed"], (stage["t"], cfg["number"]), stage["mark"])
-    if any(seen >= 0 for seen in start["seen"]): lanes.load_state_dict(start | dict(finished=[]))   # -1: at the start of its first episode
+    spec,E,seed,purpose = stage["spec"],cfg["E"],cfg["seed"],(stage["t"], cfg["number"])
+    if cfg["engine"]: lanes = EngineLanes(spec, E, seed, purpose, stage["mark"])
+    else: lanes = Lanes(spec, E, cfg["spaces"]["image_size"], seed, purpose, stage["mark"])
+    if any(seen >= 0 for seen in start["seen"]): lanes.go_to(start)   # -1: at the start of its first episode
     return lanes
 
-def play_rollout(cfg:dict, stage:dict, lanes:Lanes, agent, order:dict)->dict:
+def play_rollout(cfg:dict, stage:dict, lanes, agent, order:dict)->dict:
     "Rollout number `r` of an actor in a stage; its actions are drawn with numbers that are a function of both."
     draws = torch_rng(cfg["seed"], "actor", stage["t"], cfg["number"], order["r"])
     return lanes.play(agent, order["T"], draws)
@@ -89,13 +94,15 @@ def first_start(E:int)->dict:
 
 def advance(
     start:dict,  # of the environments, before
-    played:dict  # as `slot_rollout` gives it
+    played:dict, # as `slot_rollout` gives it
+    engine:bool=False # whether an engine plays them
 )->dict:         # after
     "Where environments stand behind a rollout."
     ended,actions = played["terminated"] | played["truncated"],[]
     for e,before in enumerate(start["actions"]):
         ends,column = np.flatnonzero(ended[:, e]),played["action"][:, e].tolist()
-        actions.append(column[ends[-1]+1:] if len(ends) else before+column)
+        if engine: actions.append(before+column if played["episode"][e] == start["episode"][e] else column)
+        else: actions.append(column[ends[-1]+1:] if len(ends) else before+column)
     return dict(episode=played["episode"].tolist(), actions=actions, seen=played["seen"].tolist())
 
 @dataclass
@@ -221,7 +228,7 @@ def take(self:Crew, number:int, key:int, r:int, version:int)->Played:
     "A rollout that has become whole."
     member,seat = self.members[number],self.seats[number]
     arrays = slot_rollout(self.memory, number*self.slots + r%self.slots, member.orders.pop(r))
-    member.failures,seat.latest = 0,advance(seat.latest, arrays)
+    member.failures,seat.latest = 0,advance(seat.latest, arrays, self.cfg["engine"])
     return Played(number, r, version, arrays, seat.latest)
 
 @patch
@@ -322,15 +329,20 @@ class Parallel(Runner):
         n_actors:int=4,            # processes
         timeout:float=60.,         # seconds without an answer after which an actor counts as hung
         start_timeout:float=120.,  # the same, while it starts
-        max_restarts:int=3         # failures of an actor without a whole rollout in between
+        max_restarts:int=3,        # failures of an actor without a whole rollout in between
+        engine:bool=False          # each actor plays its environments in an engine, as the runner `batched` does
     ):
         super().__init__(cfg, exp)
+        check_flag("engine", engine)
+        self.engine = engine
         check_count("n_actors", n_actors)
         check_count("max_restarts", max_restarts, 0)
         for name,x in dict(timeout=timeout, start_timeout=start_timeout).items(): check_number(name, x, 0)
         self.n_actors,self.faults = n_actors,dict(timeout=timeout, start_timeout=start_timeout, max_restarts=max_restarts)
         self.crew,self.version,self.stages,self.played = None,-1,0,[]
 
+    def spaces(self): return Batched(self.cfg, self.exp).spaces() if self.engine else super().spaces()
+    def examiner(self, marks): return Batched(self.cfg, self.exp).examiner(marks) if self.engine else super().examiner(marks)
     def check(self, agent):
         if type(agent).acting is Agent.acting:
             raise ValueError(f"algo {self.cfg.algo!r} names no network that actors could copy (`acting`); take runner 'sync'")
@@ -348,7 +360,7 @@ class Parallel(Runner):
 
     def copy_settings(self, agent, E:int)->dict:
         of_agent = dict(algo=self.cfg.algo, algo_kw=self.cfg.algo_kw, seed=self.cfg.seed, home=agent.home and str(agent.home))
-        return of_agent | dict(spaces=asdict(agent.spaces), E=E)
+        return of_agent | dict(spaces=asdict(agent.spaces), E=E, engine=self.engine)
 
     def make_crew(self, agent, cfg:dict): return Crew(agent, cfg, self.n_actors, max(1, self.ahead), **self.faults)
     def close(self):
@@ -381,8 +393,9 @@ class Actors(Parallel):
         ahead:int=1,               # rollouts that an actor plays without waiting
         timeout:float=60.,         # seconds without an answer after which an actor counts as hung
         start_timeout:float=120.,  # the same, while it starts
-        max_restarts:int=3         # failures of an actor without a whole rollout in between
+        max_restarts:int=3,        # failures of an actor without a whole rollout in between
+        engine:bool=False          # each actor plays its environments in an engine, as the runner `batched` does
     ):
-        super().__init__(cfg, exp, n_actors, timeout, start_timeout, max_restarts)
+        super().__init__(cfg, exp, n_actors, timeout, start_timeout, max_restarts, engine)
         check_count("ahead", ahead)
         self.ahead = ahead

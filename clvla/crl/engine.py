@@ -154,6 +154,17 @@ def load_state_dict(self:EngineLanes, state:dict):
         raise ValueError(f"{self.spec['name']}: part {state['part']} of the engine came to another place when its {len(self.actions)} "
                          "steps were repeated; the engine has changed. Start in a new run_dir")
 
+@patch
+def place(self:EngineLanes)->tuple:   # of each environment: number of the part, checksum of what all saw last
+    "What [actors](14_actors.ipynb) tell of where they stand."
+    return [self.part]*self.n,[checksum_of(self.image, self.vector)]*self.n
+
+@patch
+def go_to(self:EngineLanes, start:dict):   # episode, actions and seen, as of `Lanes`; the part stands in the episode's place
+    "Play a part again up to where an actor's environments stand."
+    actions = torch.tensor(start["actions"], dtype=torch.float32 if self.box else torch.uint8).transpose(0, 1)
+    self.load_state_dict(dict(part=start["episode"][0], actions=actions, seen=start["seen"][0], finished=[]))
+
 # %% ../../nbs/crl/13_engine.ipynb #25e1dea7
 class EngineExaminer:
     "Plays the evaluation episodes of every task in engines that are made for each evaluation."

@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from ..core.batch import torch_rng
 from ..core.files import write_json
+from ..core.processes import keep_memory
 from ..core.progress import emit
 from .all import make_agent, make_cl, make_runner
 from .background import Aside
@@ -118,6 +119,7 @@ def build(self:AgentLearner,
     "Make the agent's networks and the evaluation."
     cfg,self.shell = self.cfg,shell
     torch.set_num_threads(cfg.threads)
+    keep_memory()   # layers of pictures are large, and made anew in each step
     self.agent.build(self.exp, self.spaces, self.acc.device)
     self.examiner = self.runner.examiner({i: self.mark(i) for i in self.stream.ids})
     for line in self.agent.about(): shell.say(line)

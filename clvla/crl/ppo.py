@@ -58,8 +58,8 @@ class PictureNet(nn.Module):
             self.logits.bias.zero_()
 
     def features(self, obs:dict)->torch.Tensor:   # (B,hidden)
-        x = self.look(scaled(obs["image"]))
-        return self.think(torch.cat([x, obs["state"]], 1))
+        if not len(self.look[:-1]): return self.think(obs["state"])   # no picture
+        return self.think(torch.cat([self.look(scaled(obs["image"])), obs["state"]], 1))
 
     def forward(self,
         obs:dict # image (B,h,w,planes) uint8, state (B,S), n_actions (B,)
@@ -108,14 +108,16 @@ class DiscretePPO(OnPolicy):
     def loss(self, rows):
         logp,v,H = self.look(rows)
         actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
-        info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratio_metrics(logp, rows["logp_old"], self.clip))
+        ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know
+        info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratios)
         total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
         if self.penalty is not None: info["penalty"] = self.penalty(self.net).expand_as(total)   # the same in each row
         return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()}
 
     def check_drift(self, rollout)->float:
-        "Largest difference between a minibatch of stored log-probabilities and the network's; ValueError above `max_drift`."
-        some = {k: x[:self.minibatch] for k,x in rollout.items()}
+        "Largest difference between 32 stored log-probabilities and the network's; ValueError above `max_drift`."
+        every = max(1, len(rollout["logp_old"])//32)   # of all environments; a whole minibatch would cost a sixtieth of the update
+        some = {k: x[::every][:32] for k,x in rollout.items()}
         with torch.no_grad(): drift = (self.look(some)[0]-some["logp_old"]).abs().max().item()
         if self.max_drift is None or drift <= self.max_drift: return drift
         raise ValueError(f"logp_old differs from the network's by up to {drift:.3g}, and {self.max_drift:g} is allowed: "

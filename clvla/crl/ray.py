@@ -119,7 +119,7 @@ def take(self:RayCrew, number:int, ref)->list:   # of `Played`, one or none
     del member.orders[r]
     member.ready,member.failures,member.alive_at = True,0,time.monotonic()
     seat = self.seats[number]
-    seat.latest = advance(seat.latest, answer["arrays"])
+    seat.latest = advance(seat.latest, answer["arrays"], self.cfg["engine"])
     return [Played(number, r, answer["version"], answer["arrays"], seat.latest)]
 
 # %% ../../nbs/crl/17_ray.ipynb #c9000010

@@ -131,6 +131,16 @@ def load_state_dict(self:Lanes, state:dict):
                              f"{len(actions)} actions were repeated; its simulator depends on more than seed and actions, "
                              "or has changed. Start in a new run_dir")
 
+@patch
+def place(self:Lanes)->tuple:   # of each lane: number of its episode, checksum of what it saw last
+    "What [actors](14_actors.ipynb) tell of where they stand."
+    return list(self.episode),[checksum(obs) for obs in self.seen]
+
+@patch
+def go_to(self:Lanes, start:dict):   # episode, actions and seen of each lane
+    "Play again up to where an actor's environments stand."
+    self.load_state_dict(start | dict(finished=[]))
+
 # %% ../../nbs/crl/10_runner.ipynb #c7a00017
 class Examiner:
     "Plays the evaluation episodes of every task; its environments live as long as it does."

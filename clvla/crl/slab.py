@@ -77,8 +77,7 @@ def put_rollout(
     memory["cut_at"][slot, :cuts] = rollout["cut_at"].numpy()
     rows = [(f["reward"], f["steps"], f["success"]) for f in finished]
     memory["finished"][slot, :len(rows)] = np.array(rows).reshape(-1, 3)
-    state = lanes.state_dict()
-    memory["episode"][slot],memory["seen"][slot] = state["episode"],state["seen"]
+    memory["episode"][slot],memory["seen"][slot] = lanes.place()
     memory["counts"][slot] = cuts,len(finished)
 
 def slot_rollout(

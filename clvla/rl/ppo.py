@@ -106,8 +106,9 @@ def step(self:OnPolicy, rows:dict)->tuple:   # metrics of the minibatch, whether
         loss,info = self.loss({k: v[part] for k,v in rows.items()})
         (counts*loss.sum()/n).backward()
         parts.append({"loss": loss.detach(), **info})
-    info = {k: torch.cat([p[k] for p in parts]).mean() for k in parts[0]}
-    if self.part[1] > 1: info = self.over_processes({k: counts*torch.cat([p[k] for p in parts]).sum()/n for k in info})
+    joined = parts[0] if len(parts) == 1 else {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+    info = {k: x.mean() for k,x in joined.items()}
+    if self.part[1] > 1: info = self.over_processes({k: counts*x.sum()/n for k,x in joined.items()})
     if self.kl_stop is not None and info["kl"] > self.kl_stop: return info,False
     for name,net in self.nets.items():
         limit = float("inf") if self.grad_clip is None else self.grad_clip
