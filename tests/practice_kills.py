@@ -21,7 +21,7 @@ from clvla.rl.learner import practise
 from clvla.run.checkpoint import checkpoints
 from clvla.run.resume import fingerprint
 
-SMALL = dict(suite="dot_2", n_demos=2, steps_per_task=8, episodes=6, round_episodes=3, n_trials=2, rows_per_task=2, n_workers=1, threads=1, warmup=1,
+SMALL = dict(suite="dot_2", algo="cloning", n_demos=2, steps_per_task=8, episodes=6, round_episodes=3, n_trials=2, rows_per_task=2, n_workers=1, threads=1, warmup=1,
              batch_size=8, image_size=32, stride=2, save_every=3, algo_kw=dict(updates=5))
 KINDS = dict(together={}, stream_er=dict(stream=True, cl="er"), stream_ewc=dict(stream=True, cl="ewc", cl_kw=dict(n_batches=2)),
              token_td3=dict(algo="token_td3", algo_kw=dict(updates=5, token_updates=4, sample=8)))

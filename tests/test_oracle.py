@@ -113,7 +113,7 @@ def test_an_update_moves_towards_the_target():
 
 @pytest.mark.parametrize("kw, says", [
     (dict(head="l1"), "head 'l1' has one answer"), (dict(algo_kw=dict(N=1)), "N must be"), (dict(algo_kw=dict(reads="all")), "expected one of"),
-    (dict(lora_rank=2), "lora_rank"), (dict(algo_kw=dict(mc=2.)), "mc must be"), (dict(model="lerobot-act-tiny"), "Take a model of tiny")])
+    (dict(lora_rank=2), "lora_rank"), (dict(algo_kw=dict(mc=2.)), "mc must be"), (dict(algo_kw=dict(shuffled="no")), "True or False"), (dict(model="lerobot-act-tiny"), "Take a model of tiny")])
 def test_bad_settings_are_refused(data, tmp_path, kw, says):
     with pytest.raises(ValueError, match=says):
         practise(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), **(SMALL | dict(algo="best_of_n", algo_kw={}) | kw)), say=len)
@@ -150,6 +150,19 @@ def test_the_replay_holds_the_chunks_that_were_played(data, tmp_path, monkeypatc
     monkeypatch.setattr(methods["best_of_n"], "take", take)
     practise(config(data, tmp_path/"run", algo="best_of_n", algo_kw=FEW), say=len)
     assert len(gaps) == 12 and max(gaps) < 1e-3
+
+
+def test_the_control_deals_the_chunks_out():
+    "The same chunks, each once, almost none beside its own observation; states, lengths and successes stay."
+    method = BestOfNMethod(shuffled=True)
+    method.replay = []
+    plans = torch.arange(30.)[:, None, None].expand(30, 4, 2)
+    attempts = [dict(x=i, episode=i, plans=p) for i, p in enumerate(plans.split([5, 20, 5]))]
+    dealt = method.deal(attempts)
+    assert [(a["x"], a["episode"], len(a["plans"])) for a in dealt] == [(i, i, n) for i, n in enumerate((5, 20, 5))]
+    mixed = torch.cat([a["plans"] for a in dealt])
+    assert sorted(mixed[:, 0, 0].tolist()) == list(range(30)) and (mixed == plans).flatten(1).all(1).float().mean() < .2
+    assert BestOfNMethod().shuffled is False
 
 
 def test_a_state_says_what_was_not_stored():

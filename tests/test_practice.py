@@ -30,7 +30,7 @@ from clvla.run.stop import Stopped
 from clvla.train.checkpoint_eval import eval_cl
 from clvla.train.eval_config import EvalConfig
 
-SMALL = dict(suite="dot_2", n_demos=2, steps_per_task=8, episodes=6, round_episodes=3, n_trials=2, rows_per_task=2, n_workers=1, threads=1,
+SMALL = dict(suite="dot_2", algo="cloning", n_demos=2, steps_per_task=8, episodes=6, round_episodes=3, n_trials=2, rows_per_task=2, n_workers=1, threads=1,
              warmup=1, batch_size=8, image_size=32, stride=2, algo_kw=dict(updates=4))
 
 

@@ -216,7 +216,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(data, tmp_path, kw,
 
 
 def test_settings_reach_the_algorithm():
-    cfg = resolve_practice(PracticeConfig.of(suite="dot_2", stream="True", cl="er+ewc", replay_ratio=".5", lam="10", updates="4"))
+    cfg = resolve_practice(PracticeConfig.of(suite="dot_2", algo="cloning", stream="True", cl="er+ewc", replay_ratio=".5", lam="10", updates="4"))
     assert cfg.cl_kw == dict(er=dict(replay_ratio=.5), ewc=dict(lam=10.)) and cfg.algo_kw == dict(updates=4)
     assert cfg.run_dir.endswith("dot_2-cloning-stream-er+ewc-tiny-s0")
 
@@ -224,7 +224,7 @@ def test_settings_reach_the_algorithm():
 def test_the_page(data, tmp_path):
     "The smoke run along a stream, as a user starts it."
     from test_run import page
-    out = page("run_rl", tmp_path/"page.ipynb", "-p", "smoke", "True", "-p", "suite", "dot_2", "-p", "stream", "True", "-p", "cl", "er", "-p", "replay_ratio", "0.5",
+    out = page("run_rl", tmp_path/"page.ipynb", "-p", "smoke", "True", "-p", "suite", "dot_2", "-p", "algo", "cloning", "-p", "stream", "True", "-p", "cl", "er", "-p", "replay_ratio", "0.5",
                "-p", "run_dir", str(tmp_path/"run"), env={"CLVLA_DATA": str(data)})
     assert out.returncode == 0, out.stderr[-3000:]
     assert "unknown parameter" not in out.stderr

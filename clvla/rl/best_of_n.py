@@ -108,7 +108,8 @@ class BestOfNMethod(TokenMethod):
         critic_lr:float=3e-4,
         critic_hidden:int=128, # width of the critic's layers
         members:int=4,         # of the critic's ensemble
-        capacity:int=50_000    # observations in the replay
+        capacity:int=50_000,   # observations in the replay
+        shuffled:bool=False    # control: chunks are dealt out to other observations
     ):
         super().__init__(seed, token, token_updates, gamma)
         least = dict(N=(N, 2), capacity=(capacity, 1000), critic_hidden=(critic_hidden, 1), members=(members, 1), sample=(sample, 1))
@@ -117,13 +118,16 @@ class BestOfNMethod(TokenMethod):
         check_number("critic_lr", critic_lr, 1e-12, rule="above 0")
         if reads not in READS: raise ValueError(f"reads is {reads!r}, expected one of {', '.join(READS)}")
         if token and reads != "token": raise ValueError(f"token is {token!r}, which nothing reads; set reads to 'token'")
+        if type(shuffled) is not bool: raise ValueError(f"shuffled is {shuffled!r}, expected True or False")
+        self.shuffled = shuffled
         self.updates,self.N,self.reads,self.random_share,self.sample = updates,N,reads,random_share,sample
         self.mc,self.critic_lr,self.hidden,self.members,self.capacity = mc,critic_lr,critic_hidden,members,capacity
 
     def check(self, cfg):
         super().check(cfg)
         if not heads[cfg.head].needs_noise: raise ValueError(
-            f"best_of_n chooses among draws, and head {cfg.head!r} has one answer to an observation; take head 'flow'")
+            f"best_of_n chooses among draws, and head {cfg.head!r} has one answer to an observation; take head 'flow', or "
+            "algo 'cloning'")
 
     def end(self): self.policy.has_learnt.fill_(True)
 
@@ -190,10 +194,17 @@ def take(self:BestOfNMethod, attempts:list):
     if not len(self.replay):
         self.policy.critic.standardise(torch.cat([a["x"] for a in attempts]))
         self.learner = CriticLearner(self.policy.critic, self.critic_lr, self.mc)
-    for a in attempts:
+    for a in self.deal(attempts) if self.shuffled else attempts:
         e = a["episode"]
         found = chunk_rows(a["plans"], e.n_steps, e.success, e.ended, self.gamma)
         if len(found["start"]): self.replay.push(dict(x=a["x"]), found, ids.index(e.task_id))
+
+@patch
+def deal(self:BestOfNMethod, attempts:list)->list:
+    "The control: the same attempts, the chunks of each observation dealt out to others."
+    plans = torch.cat([a["plans"] for a in attempts])
+    mixed = plans[torch.randperm(len(plans), generator=torch_rng(self.seed, "practice", "shuffled", len(self.replay)))]
+    return [a|dict(plans=part) for a,part in zip(attempts, mixed.split([len(a["plans"]) for a in attempts]))]
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700018
 @patch

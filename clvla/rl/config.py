@@ -49,7 +49,7 @@ SUITE = dict(base="mt50", tasks=["drawer-open"], name="drawer-open")
 class PracticeConfig(PracticeSettings, TrainConfig):
     "Everything that decides what a run of practice computes."
     learner:str = "practice"  # what is learnt, a key of `run.all.learners`
-    algo:str = "cloning"      # a key of `rl.all.methods`
+    algo:str = "best_of_n"    # a key of `rl.all.methods`
     suite:str|dict|list = field(default_factory=lambda: dict(SUITE))
     n_demos:int = 4           # demonstrations per task that the base imitates
     steps_per_task:int = 120  # updates per task of that imitation
