@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cl.base import check_choice, check_count, check_number
 from ..core.batch import first_weights, to_device
 from ..core.names import STATE
+from ..core.seeds import seed_of
 from ..policies.heads import heads
 from .actor import Value
 from .best_of_n import critic_state, planned
@@ -76,8 +77,10 @@ class ChoicePolicy(FrozenPolicy):
         self.register_buffer("has_learnt", torch.tensor(False))    # `explore`: chosen by the coin
 
     def chunk_noise(self, generator=None)->Tensor:
-        "(N+1,H,A): of N draws, and of the coin."
-        return torch.stack([self.vla.chunk_noise(generator) for _ in range(self.N+1)])
+        "(N+1,H,A): of N draws, the first of which is the frozen policy's own, and of the coin."
+        own = self.vla.chunk_noise(generator)
+        g = torch.Generator().manual_seed(seed_of(0, "draws", *own.flatten()[:2].tolist()))
+        return torch.cat([own[None], torch.randn(self.N, *own.shape, generator=g)])
 
     @torch.no_grad()
     def look(self, obs:dict, noise:Tensor)->tuple:
