@@ -70,7 +70,8 @@ class ChoicePolicy(FrozenPolicy):
         N:int,             # draws
         **config           # H, action_dim, state_dim, image_size, head
     ):
-        super().__init__(dict(base=base, base_config=base_config, reads=reads, actor_config=actor_config, N=N, **config))
+        super().__init__(dict(base=base, base_config=base_config, reads=reads, actor_config=actor_config, N=N,
+                              **config))
         self.reads,self.N,self.actor = reads,N,ChoiceActor(**actor_config)
         self.register_buffer("mean", torch.zeros(self.actor.X))    # of the state's numbers
         self.register_buffer("scale", torch.ones(self.actor.X))
@@ -116,8 +117,8 @@ class ChoicePPO(TokenPPO):
         ratio_clip:float=.2,    # how far from 1 a ratio of probabilities counts
         kl_stop:float=.05       # divergence from the old actor at which a round's updates end
     ):
-        super().__init__(seed, actor_lr=actor_lr, epochs=epochs, minibatch=minibatch, ratio_clip=ratio_clip, kl_stop=kl_stop,
-                         gamma=gamma, hidden=hidden)
+        super().__init__(seed, actor_lr=actor_lr, epochs=epochs, minibatch=minibatch, ratio_clip=ratio_clip,
+                         kl_stop=kl_stop, gamma=gamma, hidden=hidden)
         check_count("N", N, least=2)
         check_choice("reads", reads, ("proprioception", "context", "tokens"))
         self.N,self.reads = N,reads
@@ -141,7 +142,8 @@ def make_policy(self:ChoicePPO)->ChoicePolicy:
     "The frozen policy with a new actor, whose scores are all 0."
     base,ctx,obs = self.base,self.ctx,to_device(self.demo_batches(1)[0], self.ctx.device)
     with torch.no_grad(): seen = base.eval().encode(obs, tokens=True)
-    actor = dict(X=critic_state(seen, obs[STATE], self.reads).shape[1], C=base.H, A=base.A, hidden=self.hidden, zero=True)
+    X = critic_state(seen, obs[STATE], self.reads).shape[1]
+    actor = dict(X=X, C=base.H, A=base.A, hidden=self.hidden, zero=True)
     sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
     with first_weights(self.seed, "practice", "choice"):
         policy = ChoicePolicy(ctx.cfg.model, dict(base.config), self.reads, actor, self.N, **sizes)
@@ -158,7 +160,7 @@ def fit_encoder(self:ChoicePPO):
 
 @patch
 def states(self:ChoicePPO, e)->dict:
-    "States x (n+1,X) and draws (n+1,N,H,A) of the n observations at which a chunk was planned and of the last one; numbers chosen (n,)."
+    "States x (n+1,X) and draws (n+1,N,H,A) where a chunk was planned, and at the end; numbers of those played (n,)."
     H = self.policy.H
     rows = torch.tensor([at%H == 0 or at == e.n_steps for at in e.at.tolist()])
     obs = {k: v[rows] if torch.is_tensor(v) else v[:int(rows.sum())] for k,v in self.observations(e).items()}

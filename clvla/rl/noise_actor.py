@@ -83,6 +83,7 @@ class DrawScore(nn.Module):
         check_chunks(self, x, draws[:,0])
         return self.net(self.state(x)[:,None]+self.draw(draws.flatten(2)))[...,0]
 
+# %% ../../nbs/rl/19_noise_actor.ipynb #c190100b
 def draw_logits(
     critic:ChunkCritic,
     x:Tensor,    # (B,X), as it is
@@ -90,7 +91,8 @@ def draw_logits(
 )->Tensor:       # (B,K)
     "Mean logits of the members; the state's share of the first layer is computed once for all draws."
     h,part = (x-critic.mean)*critic.scale,critic.weights[0].split([critic.X, critic.C*critic.A], 1)
-    h = torch.baddbmm(critic.biases[0], h.expand(critic.members, -1, -1), part[0])[:,:,None]+draws.flatten(2)@part[1][:,None]
+    h = torch.baddbmm(critic.biases[0], h.expand(critic.members, -1, -1), part[0])[:,:,None]
+    h = h+draws.flatten(2)@part[1][:,None]
     for b,w,gain,shift in zip(critic.biases[1:], critic.weights[1:], critic.gains, critic.shifts):
         h = torch.relu(layer_norm(h, h.shape[-1:])*gain[:,None]+shift[:,None])@w[:,None]+b[:,None]
     return h[...,0].mean(0)
@@ -118,7 +120,7 @@ class NoiseLearner:
         self.critic_opt,self.actor_opt = make(critic),make(actor)
 
     def distil(self, x:Tensor, noise:Tensor, logits:Tensor)->dict:
-        "One step of the critic: states (B,X), noises (B,K,C,A), and what the critic of chunks says of their chunks (B,K)."
+        "One step of the critic: states (B,X), noises (B,K,C,A), logits of their chunks (B,K)."
         y = centred(logits)
         spread = y.square().mean().sqrt()
         loss = (centred(self.critic(x, noise))-y/(spread+1e-6)).square().mean()
@@ -142,7 +144,8 @@ class NoiseLearner:
 @patch
 def state_dict(self:NoiseLearner)->dict:
     "Optimizers and generator; the networks are stored with the policy."
-    return dict(critic=self.critic_opt.state_dict(), actor=self.actor_opt.state_dict(), generator=self.generator.get_state())
+    return dict(critic=self.critic_opt.state_dict(), actor=self.actor_opt.state_dict(),
+                generator=self.generator.get_state())
 
 @patch
 def load_state_dict(self:NoiseLearner, state:dict):
@@ -153,7 +156,7 @@ def load_state_dict(self:NoiseLearner, state:dict):
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c1900018
 class NoisePolicy(FrozenPolicy):
-    "A frozen policy, and an actor that makes the noise of its flow head. The critics are stored with it, to go on learning."
+    "A frozen policy, an actor that makes the noise of its flow head, and the critics, to go on learning."
     def __init__(self,
         base:str,            # of the frozen policy: its name in the menu of policies
         base_config:dict,    # its arguments
@@ -206,7 +209,8 @@ class DSRL(BestOfNMethod):
         members:int=4,         # of the critic of chunks
         capacity:int=50_000    # observations in the replay
     ):
-        if reads == "token": raise ValueError("reads is 'token', and the noise actor learns no token; take tokens or context")
+        if reads == "token":
+            raise ValueError("reads is 'token', and the noise actor learns no token; take tokens or context")
         super().__init__(seed, updates, reads=reads, sample=sample, mc=mc, gamma=gamma, critic_lr=critic_lr,
                          critic_hidden=critic_hidden, members=members, capacity=capacity)
         check_count("noises", noises, least=2)
@@ -230,7 +234,8 @@ def make_policy(self:DSRL)->NoisePolicy:
     net = dict(X=critic_state(seen, obs[STATE], self.reads).shape[1], C=base.H, A=base.A)
     sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
     with first_weights(self.seed, "practice", "noise actor"):
-        policy = NoisePolicy(ctx.cfg.model, dict(base.config), self.reads, net|dict(hidden=self.actor_hidden, bound=self.bound),
+        policy = NoisePolicy(ctx.cfg.model, dict(base.config), self.reads,
+                             net|dict(hidden=self.actor_hidden, bound=self.bound),
                              net|dict(hidden=self.hidden, members=self.members), net|dict(hidden=self.hidden), **sizes)
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
@@ -279,7 +284,8 @@ def take(self:DSRL, attempts:list):
     for a in attempts:
         e = a["episode"]
         found = chunk_rows(a["plans"], e.n_steps, e.success, e.ended, self.gamma)
-        if len(found["start"]): self.replay.push({k: a[k] for k in ("x", "noise", "draws")}, found, ids.index(e.task_id))
+        states = {k: a[k] for k in ("x", "noise", "draws")}
+        if len(found["start"]): self.replay.push(states, found, ids.index(e.task_id))
 
 @patch
 def update(self:DSRL)->dict:
