@@ -168,6 +168,7 @@ class PPO(Agent):
         grad_clip:float=.5,     # largest gradient norm
         kl_stop:float|None=None,# end the update at this KL divergence
         clip_reward:bool=False, # only the sign of a reward counts
+        reward_scale:float=1.,  # each reward times this, behind the sign: returns far from 1 drown the policy's gradient
         channels:int=16,        # of the first convolution
         hidden:int=128          # width of the hidden layer
     ):
@@ -175,7 +176,8 @@ class PPO(Agent):
         for name,value in dict(gamma=gamma, lam=lam).items(): check_number(name, value, 0, 1)
         for name,value in dict(value_weight=value_weight, entropy_weight=entropy_weight).items(): check_number(name, value, 0)
         for name,value in dict(channels=channels, hidden=hidden).items(): check_count(name, value)
-        self.gamma,self.clip_reward,self.sizes = gamma,clip_reward,dict(channels=channels, hidden=hidden)
+        check_number("reward_scale", reward_scale, 1e-12, rule="above 0")
+        self.gamma,self.clip_reward,self.reward_scale,self.sizes = gamma,clip_reward,reward_scale,dict(channels=channels, hidden=hidden)
         self.kw = dict(lam=lam, value_weight=value_weight, entropy_weight=entropy_weight, lr=lr, epochs=epochs,
                        minibatch=minibatch, clip=clip, grad_clip=grad_clip, kl_stop=kl_stop, seed=seed)
         DiscretePPO(nn.Linear(1, 1), **self.kw)   # refuses settings that cannot work
@@ -215,7 +217,7 @@ def learn(self:PPO, rollout:dict)->dict:
     next_v = next_values(rollout["v"], self.values(rollout["cut"]), rollout["cut_at"])
     mask,done = ends_of(rollout, self.gamma)
     reward = rollout["reward"].sign() if self.clip_reward else rollout["reward"]
-    rows = dict(rows, x=rows.pop("state"), logp_old=flat(rollout["logp"]), reward=flat(reward), mask=flat(mask),
+    rows = dict(rows, x=rows.pop("state"), logp_old=flat(rollout["logp"]), reward=flat(reward*self.reward_scale), mask=flat(mask),
                 next_v=flat(next_v), done=flat(done))
     return self.learner.update(to_device(rows, self.device))
 
