@@ -28,13 +28,13 @@ ATARI = dict(
 PROCGEN = ATARI|dict(clear=impala(20, 32, 4e-4, .01, frames=5_000_000, replay=1.))
 
 # %% ../../nbs/crl/16_presets.ipynb #9d9547e7
-FEW = dict(n_envs=16, channels=8, hidden=128, clip_reward=True, lr=1e-3, gamma=.97)
+FEW = dict(n_envs=16, channels=4, hidden=128, clip_reward=True, lr=1e-3, gamma=.97)
 SMALL = dict(
-    ppo=FEW|dict(horizon=64, minibatch=256, epochs=3, lam=.9, clip=.2, entropy_weight=.01), impala=FEW|dict(horizon=20),
+    ppo=FEW|dict(horizon=32, minibatch=64, epochs=3, lr=5e-4, lam=.9, clip=.2, entropy_weight=.01, orthogonal=True), impala=FEW|dict(horizon=20),
     clear=FEW|dict(horizon=20, frames=5_000), progress_compress=FEW|dict(horizon=20),
     sane=FEW|dict(horizon=20, frames=2_000, max_nodes=4))
 ARM = dict(ppo=dict(n_envs=16, horizon=200, minibatch=400, epochs=10, lr=1e-3, gamma=.99, entropy_weight=0., reward_scale=.1,
-                    channels=4, hidden=64))
+                    hidden=64, orthogonal=True))
 presets = Registry("preset", cora=CORA, cora_atari=ATARI, cora_procgen=PROCGEN, small_games=SMALL,
                    small_arm=ARM)
 

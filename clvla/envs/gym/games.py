@@ -39,12 +39,12 @@ class Procgen(EngineKind):
         level = lambda title,k: game("procgen", f"{title}-{k}", name(title), f"play {title}, level {k}", success="level",
                                      make=dict(num_levels=1, start_level=k))
         titles = "climber","dodgeball","ninja","starpilot","bigfish","fruitbot"
-        def paired(n, **looks):   # trained on levels 0 to n-1, asked about all of them
+        def paired(n, first={}, **looks):   # trained on `n` levels from 0 or `first`, asked about all of them
             return [game("procgen", title, name(title), f"play {title}", dict(num_levels=0, start_level=0, **looks), success="level",
-                         make=dict(num_levels=n, start_level=0, **looks)) for title in titles]
+                         make=dict(num_levels=n, start_level=first.get(title, 0), **looks)) for title in titles]
         fixed = dict(climber_4=("climber", [3, 16, 42, 46]), fruitbot_5=("fruitbot", [1, 10, 11, 12, 14]),
                      miner_4=("miner", [16, 25, 29, 31]))
-        few = paired(4, use_backgrounds=False, restrict_themes=True)
+        few = paired(4, dict(ninja=12), use_backgrounds=False, restrict_themes=True)
         return dict(procgen_6=Stream("procgen_6", paired(200)), procgen_few_6=Stream("procgen_few_6", few)) | {
             stream: Stream(stream, [level(title, k) for k in levels]) for stream,(title,levels) in fixed.items()}
 
