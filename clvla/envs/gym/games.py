@@ -39,11 +39,13 @@ class Procgen(EngineKind):
         level = lambda title,k: game("procgen", f"{title}-{k}", name(title), f"play {title}, level {k}", success="level",
                                      make=dict(num_levels=1, start_level=k))
         titles = "climber","dodgeball","ninja","starpilot","bigfish","fruitbot"
-        pairs = [game("procgen", title, name(title), f"play {title}", dict(num_levels=0, start_level=0), success="level",
-                      make=dict(num_levels=200, start_level=0)) for title in titles]
+        def paired(n, first={}, **looks):   # trained on `n` levels from 0 or `first`, asked about all of them
+            return [game("procgen", title, name(title), f"play {title}", dict(num_levels=0, start_level=0, **looks), success="level",
+                         make=dict(num_levels=n, start_level=first.get(title, 0), **looks)) for title in titles]
         fixed = dict(climber_4=("climber", [3, 16, 42, 46]), fruitbot_5=("fruitbot", [1, 10, 11, 12, 14]),
                      miner_4=("miner", [16, 25, 29, 31]))
-        return dict(procgen_6=Stream("procgen_6", pairs)) | {
+        few = paired(4, dict(ninja=12), use_backgrounds=False, restrict_themes=True)
+        return dict(procgen_6=Stream("procgen_6", paired(200)), procgen_few_6=Stream("procgen_few_6", few)) | {
             stream: Stream(stream, [level(title, k) for k in levels]) for stream,(title,levels) in fixed.items()}
 
 # %% ../../../nbs/envs/gym/05_games.ipynb #ddd1e74c
@@ -64,7 +66,8 @@ class Arm(EngineKind):
              "WindowOpen", "WindowClose")
 
     def streams(self)->dict:
-        tasks = [game("arm", name, f"MetaWorld/{name}-v3", name, success="told", max_steps=200) for name in self.tasks]
+        tasks = [game("arm", name, f"MetaWorld/{name}-v3", name, success="told", max_steps=200,
+                      make=dict(partially_observable=False)) for name in self.tasks]
         return dict(mw_state_10=Stream("mw_state_10", tasks))
 
 atari,procgen,grids,arm = Atari(),Procgen(),Grids(),Arm()
