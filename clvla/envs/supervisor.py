@@ -47,11 +47,11 @@ def end_workers(workers, memory_fd):
 
 # %% ../../nbs/envs/08_supervisor.ipynb #86a43399
 def readable(
-    socks:list,   # open sockets
+    socks:list,   # open sockets, or numbers of files
     seconds:float # to wait at most
 )->list:
     "Those sockets that hold a message, or whose other side is gone; as soon as there is one."
-    poll,by = select.poll(),{sock.fileno(): sock for sock in socks}
+    poll,by = select.poll(),{sock if isinstance(sock, int) else sock.fileno(): sock for sock in socks}
     for fd in by: poll.register(fd, select.POLLIN)
     return [by[fd] for fd,_ in poll.poll(math.ceil(1000*min(seconds, 1e6)))]
 
