@@ -34,6 +34,7 @@ def check_base(
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200018
 class FrozenPolicy(Policy):
     "A policy around a frozen one, `vla`, which reads the observations."
+    codec = None   # of a token, where one is read
     def __init__(self,
         config:dict # of the whole; `base` and `base_config` are the frozen policy's name in the menu of policies and its arguments;
                     # with `tuned` True it learnt in practice, and its weights lie in the checkpoint
