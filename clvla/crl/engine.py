@@ -28,8 +28,9 @@ def observed(
     n_actions:int
 )->dict:              # image (n,h,w,C), a view; state (n,S+M); n_actions (n,)
     "An engine's observations as an agent takes them."
-    marks = torch.tensor([*mark], dtype=torch.float32).expand(len(vector), -1)
-    return dict(image=torch.from_numpy(image).permute(0, 2, 3, 1), state=torch.cat([torch.from_numpy(vector), marks], 1),
+    state = torch.from_numpy(vector)
+    if len(mark): state = torch.cat([state, torch.tensor([*mark], dtype=torch.float32).expand(len(vector), -1)], 1)
+    return dict(image=torch.from_numpy(image).permute(0, 2, 3, 1), state=state,
                 n_actions=torch.full((len(vector),), n_actions))
 
 def box_of(sizes:dict)->int:

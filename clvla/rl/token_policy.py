@@ -34,7 +34,6 @@ def check_base(
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200018
 class FrozenPolicy(Policy):
     "A policy around a frozen one, `vla`, which reads the observations."
-    codec = None   # of a token, where one is read
     def __init__(self,
         config:dict # of the whole; `base` and `base_config` are the frozen policy's name in the menu of policies and its arguments;
                     # with `tuned` True it learnt in practice, and its weights lie in the checkpoint
@@ -47,6 +46,7 @@ class FrozenPolicy(Policy):
         self.pixels,self.longest_prompt,self.group = self.vla.pixels,self.vla.longest_prompt,self.vla.group
         self.frozen = () if config.get("tuned") else tuple(f"vla.{k}" for k in self.vla.state_dict())
         self.explore = False   # True: what it plays is not always its best
+        self.codec = None      # of a token, where one is read
 
     @classmethod
     def check(cls, **config)->dict: return config   # its parts refuse what they cannot be built with
