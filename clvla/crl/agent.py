@@ -17,7 +17,6 @@ def log_probs(
     n_actions:Tensor # (B,) how many of them the row's task has
 )->Tensor:           # (B,A) log-probabilities; about -1e9 for an action that is none
     "Log-probabilities of the actions that there are (eq. 1)."
-    if (n_actions == logits.shape[1]).all(): return logits.log_softmax(1)   # a task with all of them
     impossible = torch.arange(logits.shape[1], device=logits.device) >= n_actions[:, None]
     return logits.masked_fill(impossible, -1e9).log_softmax(1)
 
