@@ -87,7 +87,9 @@ def load_policy(
     "Build the policy that is stored in a folder, with adapters and frozen weights when it has them."
     about = read_policy(folder)
     policy,lora = stored_policy(folder, about),about.get("lora")
-    if lora: add_lora(policy, **lora)
+    if lora:
+        try: add_lora(policy, **lora)
+        except ValueError as e: raise ValueError(f"{folder}/policy.json, lora: {e}") from e
     elif about.get("published", {}).get("left"): note_frozen(policy)
     if "base" in about: load_base(policy, **about["base"])
     if prepare is not None: prepare(policy)
