@@ -3,9 +3,6 @@
 A job is the settings of a run of practice, or `learn` with a rollout's file, the method's name, and where its weights go.
 """
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,9 +15,7 @@ from clvla.rl.config import PracticeConfig
 from clvla.rl.grpo import GRPO
 from clvla.rl.learner import Practice, practise
 from clvla.rl.ppo import PPO
-
-
-class Lost(Exception): pass
+from ranks_serve import Lost
 
 
 def learner(name, **kw):
@@ -47,20 +42,6 @@ def practise_job(lost_at=None, **settings):
     try: practise(PracticeConfig(**settings), say=len)
     except Lost: torch.distributed.barrier()
     finally: Practice.note = real
-
-
-def pair(jobs, folder, seconds=300):
-    "Let two fresh processes do all jobs."
-    path = Path(folder)/"jobs.json"
-    path.write_text(json.dumps(jobs))
-    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(path)]
-    p = subprocess.Popen(cmd, env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try: out = p.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(p.pid, signal.SIGKILL)
-        raise AssertionError("two processes hang:\n"+p.communicate()[0][-4000:]) from None
-    assert p.returncode == 0, out[-6000:]
 
 
 def main(path):

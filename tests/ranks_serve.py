@@ -32,11 +32,11 @@ def train(lost_at=None, **settings):
     finally: Trainer.report = report
 
 
-def pair(entries, folder, seconds=400):
-    "Let two fresh processes make or continue the runs of `entries` (settings, one dict each), one after another."
+def pair(entries, folder, seconds=400, script=__file__):
+    "Let two fresh processes do the `entries` of a script, one dict each, one after another; here: make or continue those runs."
     path = Path(folder)/"configs.json"
     path.write_text(json.dumps(entries))
-    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(path)]
+    cmd = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(path)]
     p = subprocess.Popen(cmd, env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try: out = p.communicate(timeout=seconds)[0]

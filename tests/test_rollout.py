@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from chaos import wait_for
-from practice_ranks import learn, pair
+import practice_ranks
+from practice_ranks import learn
+from ranks_serve import pair
 from test_practice import SMALL, TOKEN, Crash, config, crash_after
 from clvla.core.config import config_json
 from clvla.core.files import sha256
@@ -128,7 +130,7 @@ def two(data, tmp_path_factory):
         if name == "crash": jobs.append(cfg | dict(lost_at=2))
         jobs.append(cfg)
         made[name] = RunFolder(cfg["run_dir"])
-    pair(jobs, home)
+    pair(jobs, home, script=practice_ranks.__file__)
     return made
 
 

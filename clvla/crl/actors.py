@@ -7,7 +7,7 @@ __all__ = ['actor', 'agent_copy', 'begin_lanes', 'play_rollout', 'write_start', 
            'Played', 'Crew', 'Member', 'end_crew', 'ActorLanes', 'Parallel', 'Actors']
 
 # %% ../../nbs/crl/14_actors.ipynb #c7e00002
-import os, subprocess, time, weakref
+import os, time, weakref
 from collections import deque
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait as readable

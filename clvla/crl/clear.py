@@ -10,7 +10,6 @@ import heapq, os
 from pathlib import Path
 import torch
 from fastcore.basics import patch
-from torch import Tensor
 from ..cl.base import check_flag, check_number
 from ..cl.derpp import softened
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng

@@ -10,7 +10,6 @@ __all__ = ['LONGEST', 'OWN', 'blank_obs', 'slot_fields', 'slab_layout', 'put_rol
 import zlib
 import numpy as np
 import torch
-from fastcore.basics import patch
 from torch import nn
 from .agent import OBSERVED, draw_for
 from ..envs.worker import memory_arrays

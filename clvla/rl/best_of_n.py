@@ -11,15 +11,14 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from ..cl.base import check_count, check_number
-from ..core.batch import first_weights, rng_state, set_rng_state, to_device, torch_rng
+from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
-from ..core.seeds import seed_of
 from ..policies.heads import heads
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
 from .query_token import codecs
 from .replay import Replay
 from .token_method import TokenMethod
-from .token_policy import FrozenPolicy
+from .token_policy import FrozenPolicy, sizes_of
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700008
 READS = "proprioception","context","token","tokens"
@@ -153,9 +152,8 @@ def make_policy(self:BestOfNMethod)->BestOfN:
         codec = codecs[token](**token_config).to(ctx.device) if token_config else None
         with torch.no_grad(): X = critic_state(seen, obs[STATE], self.reads, codec).shape[1]
         critic = dict(X=X, C=base.H, A=base.A, hidden=self.hidden, members=self.members)
-        sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
         policy = BestOfN(ctx.cfg.model, dict(base.config), self.reads, token, token_config, critic, self.N,
-                         self.random_share, **sizes)
+                         self.random_share, **sizes_of(base))
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
 
@@ -168,12 +166,10 @@ def fit_encoder(self:BestOfNMethod):
 @patch
 def states(self:BestOfNMethod, e)->dict:
     "States x (n+1,X) of the n observations at which a chunk was planned and of the last one, and the plans (n,H,A)."
-    H = self.policy.H
-    rows = torch.tensor([at%H == 0 or at == e.n_steps for at in e.at.tolist()])
-    obs = {k: v[rows] if torch.is_tensor(v) else v[:int(rows.sum())] for k,v in self.observations(e).items()}
+    obs,rows = self.planned_at(e)
     noise = self.noise_of(e)[rows][:,:self.N]
-    x,draws = self.policy.eval().look(to_device(obs, self.ctx.device), noise.to(self.ctx.device))
-    as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(H)
+    x,draws = self.policy.eval().look(obs, noise.to(self.ctx.device))
+    as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(self.policy.H)
     return dict(x=x, plans=torch.stack([d[planned(u, a)] for d,u,a in zip(draws, as_played, action)]))
 
 def planned(
@@ -217,7 +213,7 @@ def update(self:BestOfNMethod)->dict:
 @patch
 def state_dict(self:BestOfNMethod)->dict:
     "Learner and replay."
-    return dict(fitted=self.fitted, learner=self.learner.state_dict(), replay=self.replay.state_dict())
+    return TokenMethod.state_dict(self) | dict(learner=self.learner.state_dict(), replay=self.replay.state_dict())
 
 @patch
 def load_state_dict(self:BestOfNMethod, state:dict):

@@ -21,7 +21,7 @@ from .grpo import GRPO
 from .noise_actor import DrawScore
 from .ppo import PPO, clip_loss, ratio_metrics
 from .token_method import TokenMethod
-from .token_policy import FrozenPolicy
+from .token_policy import FrozenPolicy, sizes_of
 from .token_ppo import TokenPPO, check_groups_fit, groups_of
 from .transitions import transitions
 
@@ -144,9 +144,8 @@ def make_policy(self:ChoicePPO)->ChoicePolicy:
     with torch.no_grad(): seen = base.eval().encode(obs, tokens=True)
     X = critic_state(seen, obs[STATE], self.reads).shape[1]
     actor = dict(X=X, C=base.H, A=base.A, hidden=self.hidden, zero=True)
-    sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
     with first_weights(self.seed, "practice", "choice"):
-        policy = ChoicePolicy(ctx.cfg.model, dict(base.config), self.reads, actor, self.N, **sizes)
+        policy = ChoicePolicy(ctx.cfg.model, dict(base.config), self.reads, actor, self.N, **sizes_of(base))
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
 
@@ -161,12 +160,10 @@ def fit_encoder(self:ChoicePPO):
 @patch
 def states(self:ChoicePPO, e)->dict:
     "States x (n+1,X) and draws (n+1,N,H,A) where a chunk was planned, and at the end; numbers of those played (n,)."
-    H = self.policy.H
-    rows = torch.tensor([at%H == 0 or at == e.n_steps for at in e.at.tolist()])
-    obs = {k: v[rows] if torch.is_tensor(v) else v[:int(rows.sum())] for k,v in self.observations(e).items()}
+    obs,rows = self.planned_at(e)
     noise = self.noise_of(e)[rows][:,:self.N].to(self.ctx.device)
-    x,draws = self.policy.eval().look(to_device(obs, self.ctx.device), noise)
-    as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(H)
+    x,draws = self.policy.eval().look(obs, noise)
+    as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(self.policy.H)
     return dict(x=x, draws=draws, chosen=torch.tensor([planned(u, a) for u,a in zip(as_played, action)]))
 
 # %% ../../nbs/rl/29_choice.ipynb #c250001b

@@ -20,7 +20,7 @@ from .best_of_n import BestOfNMethod, critic_state, planned
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
 from .replay import Replay
 from .token_method import TokenMethod
-from .token_policy import FrozenPolicy
+from .token_policy import FrozenPolicy, sizes_of
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c1900007
 class NoiseActor(nn.Module):
@@ -232,11 +232,10 @@ def make_policy(self:DSRL)->NoisePolicy:
     base,ctx,obs = self.base,self.ctx,to_device(self.demo_batches(1)[0], self.ctx.device)
     with torch.no_grad(): seen = base.eval().encode(obs, tokens=True)
     net = dict(X=critic_state(seen, obs[STATE], self.reads).shape[1], C=base.H, A=base.A)
-    sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "H", "head") if k in base.config}
     with first_weights(self.seed, "practice", "noise actor"):
         policy = NoisePolicy(ctx.cfg.model, dict(base.config), self.reads,
                              net|dict(hidden=self.actor_hidden, bound=self.bound),
-                             net|dict(hidden=self.hidden, members=self.members), net|dict(hidden=self.hidden), **sizes)
+                             net|dict(hidden=self.hidden, members=self.members), net|dict(hidden=self.hidden), **sizes_of(base))
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
 
@@ -259,9 +258,8 @@ def prepare(self:DSRL, ctx):
 def states(self:DSRL, e)->dict:
     "States x (n+1,X) of an attempt, its whole plans (n,H,A), and noises with their chunks (n+1,K,H,A)."
     policy,H = self.policy.eval(),self.policy.H
-    rows = torch.tensor([at%H == 0 or at == e.n_steps for at in e.at.tolist()])
-    obs = {k: v[rows] if torch.is_tensor(v) else v[:int(rows.sum())] for k,v in self.observations(e).items()}
-    ctx,x = policy.look(to_device(obs, self.ctx.device))
+    obs,rows = self.planned_at(e)
+    ctx,x = policy.look(obs)
     own = policy.actor.noise(policy.standard(x), self.noise_of(e)[rows].to(x))
     g = torch_rng(e.seed, "practice", "asked", e.task_id, e.trial)
     eps = torch.randn(len(x), self.noises, H, policy.A, generator=g).to(x)

@@ -9,7 +9,6 @@ __all__ = ['copy_of', 'Ahead', 'gathered', 'send_acting', 'run_alone']
 import copy, os, subprocess, sys, threading, time
 from pathlib import Path
 import torch
-from ..core.state import load_state
 from ..run.agree import all_write
 from ..run.folder import RunFolder
 from ..run.stop import Stopped

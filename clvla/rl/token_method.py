@@ -21,7 +21,7 @@ from .method import Method
 from .query_token import codecs
 from .token import fit_token, unexplained
 from .token_file import find_token, read_token, save_token, token_doc, weights_hash
-from .token_policy import TokenPolicy, check_base
+from .token_policy import TokenPolicy, check_base, sizes_of
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300006
 class TokenMethod(Method):
@@ -118,9 +118,8 @@ def make_policy(self:TokenMethod)->TokenPolicy:
     with first_weights(self.seed, "practice", "actor"):
         W = codecs[token](**token_config).W
         actor = dict(X=W+S, C=C, A=base.A, hidden=self.hidden, std=self.std, ref_dropout=self.ref_dropout)
-        sizes = {k: base.config[k] for k in ("image_size", "state_dim", "action_dim", "head") if k in base.config}
-        sizes |= dict(tuned=True) if self.tuned else {}
-        policy = TokenPolicy(ctx.cfg.model, dict(base.config), token, token_config, actor, H=C, **sizes)
+        sizes = sizes_of(base) | dict(H=C) | (dict(tuned=True) if self.tuned else {})
+        policy = TokenPolicy(ctx.cfg.model, dict(base.config), token, token_config, actor, **sizes)
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
 
@@ -195,6 +194,13 @@ def observations(self:TokenMethod, e:Episode)->dict:
     prompt = next(task.prompt for task in self.ctx.tasks if task.id == e.task_id)
     batch = self.ctx.processor.obs({**e.obs, PROMPT: [prompt]*len(e.at), TASK_ID: [e.task_id]*len(e.at)})
     return self.base.prepare(batch)
+
+@patch
+def planned_at(self:TokenMethod, e:Episode)->tuple:
+    "The n observations at which a chunk was planned and the last one, and which of all these are (N,)."
+    rows = torch.tensor([at%self.policy.H == 0 or at == e.n_steps for at in e.at.tolist()])
+    obs = {k: v[rows] if torch.is_tensor(v) else v[:int(rows.sum())] for k,v in self.observations(e).items()}
+    return to_device(obs, self.ctx.device),rows
 
 @patch
 def noise_of(self:TokenMethod, e:Episode)->Tensor:
