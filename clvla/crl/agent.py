@@ -14,9 +14,10 @@ from .experiment import Experiment, Spaces
 # %% ../../nbs/crl/02_agent.ipynb #c7200007
 def log_probs(
     logits:Tensor,   # (B,A) outputs for all actions
-    n_actions:Tensor # (B,) how many of them the row's task has
+    n_actions:Tensor|None # (B,) how many of them the row's task has; None: all
 )->Tensor:           # (B,A) log-probabilities; about -1e9 for an action that is none
     "Log-probabilities of the actions that there are (eq. 1)."
+    if n_actions is None: return logits.log_softmax(1)
     impossible = torch.arange(logits.shape[1], device=logits.device) >= n_actions[:, None]
     return logits.masked_fill(impossible, -1e9).log_softmax(1)
 

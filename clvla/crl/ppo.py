@@ -39,6 +39,7 @@ def scaled(image:Tensor)->Tensor:   # (B,h,w,C) uint8 to (B,C,h,w) in [-.5,.5]
 
 class PictureNet(nn.Module):
     "Picture and state vector to the outputs of all actions, and a value."
+    masked = True   # some tasks lack some of the actions
     def __init__(self,
         image_size:int,  # height and width of the picture; 0: none
         state:int,       # S
@@ -65,7 +66,7 @@ class PictureNet(nn.Module):
         obs:dict # image (B,h,w,planes) uint8, state (B,S), n_actions (B,)
     )->tuple:    # (B,A) log-probabilities, (B,) values
         x = self.features(obs)
-        return log_probs(self.logits(x), obs["n_actions"]),self.value(x)[:, 0]
+        return log_probs(self.logits(x), obs["n_actions"] if self.masked else None),self.value(x)[:, 0]
 
 # %% ../../nbs/crl/03_ppo.ipynb #0a7e1101
 def orthogonal_(net:PictureNet):
@@ -201,6 +202,7 @@ class PPO(Agent):
         with first_weights(self.seed, "agent"):
             net = net_class(spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
             if self.orthogonal: orthogonal_(net)
+        net.masked = min(spaces.n_actions.values()) < spaces.largest
         self.learner = learner_class(net.to(device), **self.kw)
 
     @property

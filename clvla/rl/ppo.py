@@ -107,7 +107,7 @@ def step(self:OnPolicy, rows:dict)->tuple:   # metrics of the minibatch, whether
         (counts*loss.sum()/n).backward()
         parts.append({"loss": loss.detach(), **info})
     joined = parts[0] if len(parts) == 1 else {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
-    info = {k: x.mean() for k,x in joined.items()}
+    info = dict(zip(joined, torch.stack([*joined.values()]).mean(1)))
     if self.part[1] > 1: info = self.over_processes({k: counts*x.sum()/n for k,x in joined.items()})
     if self.kl_stop is not None and info["kl"] > self.kl_stop: return info,False
     for name,net in self.nets.items():
