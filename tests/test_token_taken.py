@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chaos import wait_for
-from clvla.core.files import read_json
+from clvla.core.files import read_json, write_json
 from clvla.core.names import PROMPT, STATE
 from clvla.policies.all import load_policy
 from clvla.rl.config import PracticeConfig, resolve_practice
@@ -65,7 +65,8 @@ def test_a_token_of_another_policy(data, tmp_path, first):
     assert not (tmp_path/"run/practice").exists() and not (tmp_path/"run/token").exists()
 
 
-@pytest.mark.parametrize("harm, says", [("cut", "cut off"), ("changed", "token.json says"), ("none", "no token.json"), ("nowhere", "no such folder")])
+@pytest.mark.parametrize("harm, says", [("cut", "cut off"), ("changed", "token.json says"), ("none", "no token.json"), ("nowhere", "no such folder"),
+                                        ("config", "take the file that the run wrote")])
 def test_a_token_that_cannot_be_taken(data, tmp_path, first, done, harm, says):  # noqa: F811
     source = tmp_path/"source"
     if harm != "nowhere": shutil.copytree(last(first), source)
@@ -73,6 +74,7 @@ def test_a_token_that_cannot_be_taken(data, tmp_path, first, done, harm, says): 
     if harm == "cut": file.write_bytes(file.read_bytes()[:-100])
     if harm == "changed": file.write_bytes(file.read_bytes()[:-100]+bytes(100))
     if harm == "none": source = done.path
+    if harm == "config": write_json(source/"token.json", read_json(source/"token.json") | dict(config=dict(widht=4)))
     with pytest.raises(ValueError, match=says): practise(taking(data, tmp_path/"run", source), say=len)
     assert not (tmp_path/"run/practice").exists()
 

@@ -52,7 +52,7 @@ def kl_to_uniform(
 
 class ChoiceLoss(GRPO):
     "GRPO of a `ChoiceActor`."
-    def loss(self, rows):
+    def loss(self, rows):   # (B,) losses, and their parts
         logps = self.actor.log_probs(rows["x"], rows["ref"])
         logp = logps.gather(1, rows["action"][:,None])[:,0]
         actor_loss,kl_ref = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),kl_to_uniform(logps)
@@ -70,8 +70,7 @@ class ChoicePolicy(FrozenPolicy):
         N:int,             # draws
         **config           # H, action_dim, state_dim, image_size, head
     ):
-        super().__init__(dict(base=base, base_config=base_config, reads=reads, actor_config=actor_config, N=N,
-                              **config))
+        super().__init__(dict(base=base, base_config=base_config, reads=reads, actor_config=actor_config, N=N)|config)
         self.reads,self.N,self.actor = reads,N,ChoiceActor(**actor_config)
         self.register_buffer("mean", torch.zeros(self.actor.X))    # of the state's numbers
         self.register_buffer("scale", torch.ones(self.actor.X))

@@ -133,6 +133,7 @@ class NoiseLearner:
         "One step of the actor (eq. 5)."
         eps = torch.randn(len(x), self.actor.C, self.actor.A, generator=self.generator).to(x)
         mean,std = self.actor(x)
+        # beside eq. 5: less the score of the drawn noise, which has no gradient, so that the gain can be read
         gain = (self.critic(x, torch.stack([mean+std*eps, eps], 1))*x.new_tensor([1, -1])).sum(1).mean()
         kl = kl_to_prior(mean, std).mean()
         self.actor_opt.zero_grad()
@@ -172,7 +173,7 @@ class NoisePolicy(FrozenPolicy):
         self.score = DrawScore(**score_config)
 
     def chunk_noise(self, generator=None)->Tensor: return self.vla.chunk_noise(generator)   # (H,A)
-    def standard(self, x:Tensor)->Tensor: return (x-self.critic.mean)*self.critic.scale
+    def standard(self, x:Tensor)->Tensor: return (x-self.critic.mean)*self.critic.scale   # (B,X), standardised
 
     @torch.no_grad()
     def look(self, obs:dict)->tuple:
@@ -223,7 +224,7 @@ class DSRL(BestOfNMethod):
         if not heads[cfg.head].needs_noise: raise ValueError(
             f"dsrl chooses the noise that a chunk begins with, and head {cfg.head!r} has none; take head 'flow'")
 
-    def end(self): pass
+    def end(self): pass   # nothing is switched on after the first round: the actor plays from the start
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c190001f
 @patch
@@ -235,7 +236,8 @@ def make_policy(self:DSRL)->NoisePolicy:
     with first_weights(self.seed, "practice", "noise actor"):
         policy = NoisePolicy(ctx.cfg.model, dict(base.config), self.reads,
                              net|dict(hidden=self.actor_hidden, bound=self.bound),
-                             net|dict(hidden=self.hidden, members=self.members), net|dict(hidden=self.hidden), **sizes_of(base))
+                             net|dict(hidden=self.hidden, members=self.members), net|dict(hidden=self.hidden),
+                             **sizes_of(base))
     policy.vla.load_state_dict(base.state_dict())
     return policy.to(ctx.device)
 
@@ -291,7 +293,7 @@ def update(self:DSRL)->dict:
     if not len(self.replay): return {}
     batch = self.replay.sample(self.sample, stratified=True)
     numbers = self.learner.update(batch)
-    x,noise,draws = (batch[k][:self.sample//2].float() for k in ("x", "noise", "draws"))   # half of it is enough
+    x,noise,draws = (batch[k][:self.sample//2].float() for k in ("x", "noise", "draws"))   # each row has K chunks
     with torch.no_grad(): logits = draw_logits(self.policy.critic, x, draws)
     x = self.policy.standard(x)
     numbers |= self.noise_learner.distil(x, noise, logits) | self.noise_learner.improve(x)

@@ -30,7 +30,7 @@ class Ahead:
     "Attempts that are played in a thread while the method learns."
     def __init__(self,
         play,        # called with `check`, which it calls between policy calls; returns the episodes
-        weights:dict # name -> tensor: what plays, for a checkpoint
+        weights:dict # name -> tensor: those that play, for a checkpoint
     ):
         self.weights,self.error,self.episodes,self.ended = weights,None,None,False
         self.thread = threading.Thread(target=self._run, args=(play,), daemon=True)
@@ -42,7 +42,7 @@ class Ahead:
 
     def _run(self, play):
         try: self.episodes = play(self.check)
-        except BaseException as e: self.error = e   # raised where the run is
+        except BaseException as e: self.error = e   # raised by `look` and `result`
 
     def look(self):
         "Raise what went wrong in the thread so far; a stop is the learner's to raise."
@@ -91,7 +91,8 @@ def run_alone(
 ):
     "Do a run in a process of its own; RuntimeError when it fails."
     RunFolder(cfg.run_dir).begin(cfg)
-    ours = ("RANK", "WORLD_SIZE", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "CLVLA_LAUNCHER")
+    ours = ("RANK", "WORLD_SIZE", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_",
+            "CLVLA_LAUNCHER")   # what would make the child one of this run's processes
     env = {k: v for k,v in os.environ.items() if not k.startswith(ours)} | dict(CLVLA_PARENT=str(os.getpid()))
     child = subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir], env=env, stdout=subprocess.DEVNULL)
     try:

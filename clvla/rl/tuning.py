@@ -21,8 +21,8 @@ class TokenTuner:
         encoder_lr:float=0., # of Adam, for encoder and decoder; 0: they stay
         vla_lr:float=0.,     # the same, for the policy
         tune_q:float=1.,     # weight of the critic's error
-        recon:float=1.,      # weight of the reconstruction's
-        seed:int=0
+        recon:float=1.,      # weight of the reconstruction's error
+        seed:int=0           # of what is drawn, and of the policy's noise
     ):
         self.policy,self.tune_q,self.recon = policy,tune_q,recon
         self.codec = list(policy.codec.parameters()) if encoder_lr else []
@@ -58,6 +58,7 @@ def loss(self:TokenTuner,
     vla = self.own_loss(demos) if self.vla and demos is not None else td.new_zeros(())
     return self.tune_q*td+self.recon*ro+vla,dict(td=td.detach(), recon=ro.detach(), vla=vla.detach())
 
+# %% ../../nbs/rl/28_tuning.ipynb #c2702007
 @patch
 def own_loss(self:TokenTuner, demos:dict)->Tensor:
     "The policy's loss on demonstrations, its noise from the tuner's generator."
@@ -66,16 +67,18 @@ def own_loss(self:TokenTuner, demos:dict)->Tensor:
     noise,time = (x if x is None else x.to(device) for x in vla.draw(len(demos[STATE]), self.generator))
     return vla(demos, noise=noise, time=time)[0]
 
+# %% ../../nbs/rl/28_tuning.ipynb #c2704007
 @patch
 def update(self:TokenTuner, *args, **kw)->dict:
-    "A step on the loss of these arguments; detached parts of it."
+    "A step on the `loss` of these arguments; its parts and the norm, FloatingPointError where that is not finite."
     self.policy.eval()
     for p in self.params: p.requires_grad_(True)
     loss,parts = self.loss(*args, **kw)
     grads = torch.autograd.grad(loss, self.params, allow_unused=True)
     for p,grad in zip(self.params, grads): p.requires_grad_(False).grad = grad
     norm = torch.nn.utils.clip_grad_norm_(self.params, 1.)
-    if not norm.isfinite(): raise FloatingPointError(f"the gradient of encoder and policy is {norm.item()}; lower encoder_lr or vla_lr")
+    if not norm.isfinite(): raise FloatingPointError(
+        f"the gradient of encoder and policy is {norm.item()}; lower encoder_lr or vla_lr")
     self.opt.step()
     self.opt.zero_grad()
     return parts|dict(norm=norm)
