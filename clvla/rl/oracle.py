@@ -103,7 +103,7 @@ def value_of_choice(
     "What a critic's choice is worth in each state (eq. 2)."
     returns,scores = np.asarray(returns, float),np.asarray(scores, float)
     if scores.shape != returns.shape[:2]:
-        raise ValueError(f"scores are {scores.shape}, returns {returns.shape}; expected one score "
+        raise ValueError(f"scores are {scores.shape}, returns {returns.shape}; expected a score "
                          "for each draw of a state, (S,K) beside (S,K,R)")
     return returns[np.arange(len(returns)), scores.argmax(1)].mean(-1)
 
