@@ -10,8 +10,8 @@ import math
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import check_choice, check_count, check_number
-from ..core.batch import first_weights, to_device
+from ..cl.base import check_choice, check_count, check_flag, check_number
+from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
 from ..policies.heads import heads
@@ -114,13 +114,15 @@ class ChoicePPO(TokenPPO):
         epochs:int=10,          # passes over a round's chunks
         minibatch:int=64,       # chunks in an update
         ratio_clip:float=.2,    # how far from 1 a ratio of probabilities counts
-        kl_stop:float=.05       # divergence from the old actor at which a round's updates end
+        kl_stop:float=.05,      # divergence from the old actor at which a round's updates end
+        shuffled:bool=False     # control: draws and choices are dealt out to other observations
     ):
         super().__init__(seed, actor_lr=actor_lr, epochs=epochs, minibatch=minibatch, ratio_clip=ratio_clip,
                          kl_stop=kl_stop, gamma=gamma, hidden=hidden)
         check_count("N", N, least=2)
         check_choice("reads", reads, ("proprioception", "context", "tokens"))
-        self.N,self.reads = N,reads
+        check_flag("shuffled", shuffled)
+        self.N,self.reads,self.shuffled = N,reads,shuffled
 
     def check(self, cfg):
         TokenMethod.check(self, cfg)
@@ -129,6 +131,10 @@ class ChoicePPO(TokenPPO):
 
     def begin(self): TokenMethod.begin(self)
     def end(self): self.policy.has_learnt.fill_(True)
+
+    def take(self, attempts):
+        super().take(attempts)
+        if self.shuffled: self.rollout |= self.dealt()
 
     def make_learner(self):
         with first_weights(self.seed, "practice", "value"):
@@ -178,6 +184,14 @@ def played(self:ChoicePPO,
     with torch.no_grad(): logp = self.policy.actor.log_prob(x[:n], draws, chosen)
     return dict(x=x[:n], ref=draws, action=chosen, logp_old=logp, next_x=x[1:], done=torch.arange(n) == n-1,
                 **{k: torch.as_tensor(found[k]) for k in ("reward", "mask")})
+
+@patch
+def dealt(self:ChoicePPO)->dict:   # ref, action, logp_old
+    "The control: draws and choices of other observations."
+    x = self.rollout["x"]
+    i = torch.randperm(len(x), generator=torch_rng(self.seed, "shuffled")).to(x.device)
+    ref,action = (self.rollout[k][i] for k in ("ref", "action"))
+    with torch.no_grad(): return dict(ref=ref, action=action, logp_old=self.policy.actor.log_prob(x, ref, action))
 
 # %% ../../nbs/rl/29_choice.ipynb #c250001d
 class ChoiceGRPO(ChoicePPO):

@@ -208,12 +208,13 @@ class DSRL(BestOfNMethod):
         actor_lr:float=3e-4,   # of actor and critic of noises
         critic_hidden:int=128, # width of the critics' layers
         members:int=4,         # of the critic of chunks
-        capacity:int=50_000    # observations in the replay
+        capacity:int=50_000,   # observations in the replay
+        shuffled:bool=False    # control: chunks are dealt out to other observations
     ):
         if reads == "token":
             raise ValueError("reads is 'token', and the noise actor learns no token; take tokens or context")
         super().__init__(seed, updates, reads=reads, sample=sample, mc=mc, gamma=gamma, critic_lr=critic_lr,
-                         critic_hidden=critic_hidden, members=members, capacity=capacity)
+                         critic_hidden=critic_hidden, members=members, capacity=capacity, shuffled=shuffled)
         check_count("noises", noises, least=2)
         check_number("alpha", alpha, 0)
         for name,value in dict(bound=bound, actor_lr=actor_lr).items(): check_number(name, value, 1e-12, rule="above 0")
