@@ -100,7 +100,7 @@ class PracticeConfig(PracticeSettings, TrainConfig):
     def n_rounds(self)->int: return -(-self.episodes//self.round_episodes)   # of each stage
 
 # %% ../../nbs/rl/20_config.ipynb #c200000a
-SMOKE = dict(episodes=6, round_episodes=3, rows_per_task=3)
+SMOKE = dict(n_demos=2, steps_per_task=4, episodes=6, round_episodes=3, rows_per_task=3)
 SMOKE_STEPS = 100   # of an episode
 SMOKE_ALGO = dict(updates=4, token_updates=4, group_size=3)   # of methods that have such a setting
 
