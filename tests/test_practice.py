@@ -16,7 +16,7 @@ from clvla.core.state import load_state, save_state
 from clvla.core.trials import use_of
 from clvla.eval.compare import read_runs, summary, group
 from clvla.policies.all import load_policy
-from clvla.rl.config import PracticeConfig, base_config, resolve_practice
+from clvla.rl.config import SMOKE_STEPS, PracticeConfig, base_config, resolve_practice
 from clvla.rl.episodes import Recorder, load_episodes
 from clvla.rl.gains import gains
 from clvla.rl.learner import Practice, practise
@@ -24,10 +24,12 @@ from clvla.rl.method import Method
 from clvla.rl.token_ppo import TokenPPO, played_chunks
 from clvla.rl.all import methods
 from clvla.run.checkpoint import checkpoints
+from clvla.run.config import differences
 from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
 from clvla.run.stop import Stopped
 from clvla.train.checkpoint_eval import eval_cl
+from clvla.train.config import stream_for
 from clvla.train.eval_config import EvalConfig
 
 SMALL = dict(suite="dot_2", algo="cloning", n_demos=2, steps_per_task=8, episodes=6, round_episodes=3, n_trials=2, rows_per_task=2, n_workers=1, threads=1,
@@ -60,6 +62,37 @@ def done(data, tmp_path_factory): return practise(config(data, tmp_path_factory.
 def test_bad_settings_are_refused_before_anything_is_made(data, tmp_path, kw, says):
     with pytest.raises(ValueError, match=says): practise(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), **(SMALL | kw)), say=len)
     assert not (tmp_path/"run/practice").exists() and not (tmp_path/"run/episodes.jsonl").exists()
+
+
+@pytest.mark.parametrize("kw, algo", [({}, "best_of_n"), (dict(head="l1"), "token_td3"), (dict(model="qwenoft-tiny"), "token_td3"),
+                                      (dict(model="qwengr00t-tiny"), "best_of_n"), (dict(model="qwenoft-tiny", algo="cloning"), "cloning")])
+def test_a_run_that_names_no_method_takes_the_one_that_suits_its_head(data, tmp_path, kw, algo):
+    "The stored config has the method's name, and the folder is found again by a command with that name or without."
+    given = dict(suite="dot_2", data_dir=str(data), run_dir=str(tmp_path/"run"), **kw)
+    cfg = resolve_practice(PracticeConfig(**given))
+    assert cfg.algo == algo and resolve_practice(cfg) == cfg and resolve_practice(PracticeConfig(**given | dict(algo=algo))) == cfg
+    assert algo in resolve_practice(PracticeConfig(**given | dict(run_dir=""))).run_dir
+    RunFolder(cfg.run_dir).begin(cfg)
+    assert RunFolder(cfg.run_dir).cfg == cfg and not differences(read_json(tmp_path/"run/config.json"), resolve_practice(PracticeConfig(**given)))
+
+
+def test_settings_go_to_the_method_that_is_chosen():
+    assert PracticeConfig.of(suite="dot_2", model="qwenoft-tiny", sample="8").algo_kw == dict(sample=8)
+    assert PracticeConfig.of(suite="dot_2", N="8").algo_kw == dict(N=8)
+    with pytest.raises(ValueError, match="unknown parameter 'N'"): PracticeConfig.of(suite="dot_2", model="qwenoft-tiny", N="8")
+
+
+def test_choosing_among_one_answer_is_refused_where_it_is_asked_for(data, tmp_path):
+    cfg = PracticeConfig(suite="dot_2", model="qwenoft-tiny", algo="best_of_n", data_dir=str(data), run_dir=str(tmp_path/"run"))
+    with pytest.raises(ValueError, match="head 'l1' has one answer.*-p algo token_td3"): practise(cfg, say=len)
+
+
+def test_a_smoke_run_has_short_episodes_and_the_demonstrations_of_any_run():
+    cfg = resolve_practice(PracticeConfig(suite="libero_five", smoke=True))
+    stream, whole = stream_for(cfg), stream_for(resolve_practice(PracticeConfig(suite="libero_five")))
+    assert [t.eval_env["max_steps"] for t in stream.tasks] == [SMOKE_STEPS]*2 and resolve_practice(cfg) == cfg
+    assert [t.env for t in stream.tasks] == [t.env for t in whole.tasks[:2]] and whole.tasks[0].eval_env is None
+    assert resolve_practice(PracticeConfig(suite="dot_2", smoke=True)).suite == "dot_2"   # 30 steps as they are
 
 
 def test_starts_are_for_practice_alone(done):

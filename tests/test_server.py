@@ -96,6 +96,27 @@ def test_an_end_with_waiting_callers():
     server.close()   # again: nothing happens
 
 
+def test_the_inference_server_propagates_exceptions_and_shuts_down_cleanly():
+    "An error of the policy is raised in every thread that waits for its batch, with where it came from; afterwards no thread and no process is left."
+    def answer(xs): raise FloatingPointError(f"chunk of {len(xs)} is not finite")
+    before, caught = threading.active_count(), {}
+    with Server(answer, max_batch=3, max_wait=60.) as server:
+        def call(n):
+            try: server.ask(n).result(timeout=10)
+            except FloatingPointError as e: caught[n] = (str(e), e.__traceback__ is not None)
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(3)]
+        for t in threads: t.start()
+        for t in threads: t.join(10)
+    assert caught == dict.fromkeys(range(3), ("chunk of 3 is not finite", True)) and threading.active_count() == before
+    class Fails(Walk):
+        def predict_chunk(self, obs, **kw): raise FloatingPointError("not finite")
+    player = ServedPlayer(TASKS, 2, 2, image_size=8, H=4, max_wait=.001)
+    workers = [w.proc for w in player.pool.workers]
+    assert all(proc.poll() is None for proc in workers)
+    with pytest.raises(FloatingPointError, match="not finite"), player: player.evaluate(Fails(), AS_IS, range(6), 0, INFO)
+    assert all(proc.wait(10) is not None for proc in workers) and threading.active_count() == before
+
+
 def test_cancelled_requests_are_left_out():
     slow = Slow()
     with Server(slow, max_batch=2, max_wait=.01) as server:

@@ -92,12 +92,12 @@ def test_best_of_n_takes_it_too(data, tmp_path, first):
 
 
 def test_a_policy_with_action_queries(data, tmp_path):
-    "The token reads its queries and nothing else, without being told; killed in a round and in an update, the run ends the same."
-    cfg = lambda home: resolve_practice(PracticeConfig(model="qwenoft-tiny", suite="dot_2", algo="token_td3", smoke=True, image_size=32, n_workers=1,
+    "The method is token_td3 and the token reads the queries and nothing else, without being told; killed in a round and in an update, the run ends the same."
+    cfg = lambda home: resolve_practice(PracticeConfig(model="qwenoft-tiny", suite="dot_2", smoke=True, image_size=32, n_workers=1,
                                                        threads=1, data_dir=str(data), run_dir=str(home)))
     run = practise(cfg(tmp_path/"run"), say=len)
     policy = load_policy(last(run))
-    assert policy.config["token"] == "query" and policy.vla.head.H == 8
+    assert run.cfg.algo == "token_td3" and policy.config["token"] == "query" and policy.vla.head.H == 8
     ctx = policy.vla.encode(policy.vla.prepare(observation(policy)), tokens=True)
     rows, mask = policy.codec.rows(ctx)
     assert rows.shape[1] == 8 < ctx.tokens.shape[1] and torch.equal(rows, ctx.tokens[:, ctx.spans["queries"]]) and mask.all()

@@ -125,8 +125,8 @@ class BestOfNMethod(TokenMethod):
     def check(self, cfg):
         super().check(cfg)
         if not heads[cfg.head].needs_noise: raise ValueError(
-            f"best_of_n chooses among draws, and head {cfg.head!r} has one answer to an observation; take head 'flow', or "
-            "algo 'cloning'")
+            f"best_of_n chooses among draws, and head {cfg.head!r} has one answer to an observation; take algo "
+            "'token_td3' (-p algo token_td3) or 'cloning', or head 'flow' where the model has it")
 
     def end(self): self.policy.has_learnt.fill_(True)
 
