@@ -282,7 +282,7 @@ def take(self:DSRL, attempts:list):
     if not len(self.replay):
         self.policy.critic.standardise(torch.cat([a["x"] for a in attempts]))
         self.learner = CriticLearner(self.policy.critic, self.critic_lr, self.mc)
-    for a in attempts:
+    for a in self.deal(attempts) if self.shuffled else attempts:
         e = a["episode"]
         found = chunk_rows(a["plans"], e.n_steps, e.success, e.ended, self.gamma)
         states = {k: a[k] for k in ("x", "noise", "draws")}
