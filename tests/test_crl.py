@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from clvla.crl.curves import Curves, boundary_values, final_performance, forgetting, from_episodes, measures, per_cycle, performance, scales, smooth, transfer, transfer_per_cycle, zero_shot
+from clvla.crl.curves import Curves, boundary_values, final_performance, forgetting, from_episodes, measures, on_grid, per_cycle, performance, scales, smooth, transfer, transfer_per_cycle, zero_shot
 
 
 def curves(K=3, cycles=2, runs=4, seed=0, lengths=None):
@@ -54,6 +54,32 @@ def test_what_was_not_measured_stays_unknown():
     records = [{"task": t, "frames": f, "reward": 1.} for t, f in (("a", 0), ("b", 0), ("a", 1), ("b", 2), ("a", 2))]
     c = from_episodes(records, ["a", "b"], 1, [1, 2])
     assert np.isnan(c.returns[1, 1]) and np.isnan(measures(c)["zero-shot transfer"]) and measures(c)["isolated forgetting, cycle 0"] == 0
+
+
+def line_at(x, steps, values):
+    "The straight line between the evaluations around `x`, as CORA's numpy.interp."
+    u = max(k for k, s in enumerate(steps) if s <= x)
+    if steps[u] == x: return values[u]
+    return values[u]+(x-steps[u])/(steps[u+1]-steps[u])*(values[u+1]-values[u])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_with_other_steps_are_drawn_on_coras_grid(seed):
+    "`combine_experiment_data` of CORA, written as loops: a grid within all runs, twice as many steps as the longest has."
+    rng = np.random.default_rng(seed)
+    runs = []
+    for n in rng.integers(8, 30, 3):
+        steps = np.sort(rng.choice(np.arange(200), n, replace=False)).astype(float)
+        runs.append(Curves(("a", "b"), 1, steps, rng.normal(size=(2, n)), [90+seed, 190]))
+    c = on_grid(runs)
+    low, high = max(r.steps[0] for r in runs), min(r.steps[-1] for r in runs)
+    N = 2*max(len(r.steps) for r in runs)
+    assert c.steps.tolist() == pytest.approx([low+k*(high-low)/(N-1) for k in range(N)], abs=1e-9)
+    for s, i in np.ndindex(3, 2):
+        wanted = [line_at(min(x, high), runs[s].steps, runs[s].returns[i]) for x in c.steps]
+        assert c.returns[s, i].tolist() == pytest.approx(wanted, abs=1e-9)
+    late = Curves(("a", "b"), 1, [500., 600.], np.ones((2, 2)), [90, 190])
+    with pytest.raises(ValueError, match="no steps in common"): on_grid([runs[0], late])
 
 
 def small(path, data=None, **kw):
@@ -226,6 +252,40 @@ def test_a_pair_is_evaluated_and_never_trained(tmp_path):
     assert steps and max(steps) <= 3 and curves_of(run.path).task_ids == ("left", "right")
 
 
+def test_the_engine_is_stored_with_a_run_and_another_one_is_named(tmp_path, done):
+    from clvla.core.files import read_json, write_json
+    from clvla.crl.learner import learn_tasks
+    stored = read_json(done.path/"versions.json")
+    assert stored["engine"] == "lanes: dot" and "assets" not in stored
+    with pytest.MonkeyPatch.context() as m:
+        crash_after(m, 7)
+        with pytest.raises(Crash): learn_tasks(small(tmp_path/"run", save_every=3), say=len)
+    versions = tmp_path/"run/versions.json"
+    assert read_json(versions)["engine"] == "lanes: dot"
+    write_json(versions, read_json(versions) | dict(engine="envpool 1.2.7"))
+    with pytest.raises(ValueError, match="runner"): learn_tasks(small(tmp_path/"run", save_every=3, runner="parallel", runner_kw=dict(n_actors=2)), say=len)
+    lines = []
+    learn_tasks(small(tmp_path/"run", save_every=3), lines.append)
+    assert "since this run began, these have changed: engine envpool 1.2.7 -> lanes: dot;" in lines[1]
+
+
+@pytest.mark.parametrize("name", ["sync", "parallel", "actors"])
+def test_lanes_name_what_they_step(name):
+    from importlib.metadata import version
+    pytest.importorskip("minigrid")
+    from clvla.crl.all import make_runner
+    from clvla.crl.experiment import make_experiment
+    said = make_runner(name, None, make_experiment("minigrid_3")).versions()["engine"]
+    assert said == f"lanes: gymnasium {version('gymnasium')}, minigrid {version('minigrid')}"
+
+
+@pytest.mark.parametrize("budget", [-5, "many", .5, True, dict(left=0), dict(left="9")])
+def test_a_wrong_budget_speaks_of_environment_steps(tmp_path, budget):
+    from clvla.crl.learner import learn_tasks
+    suite = dict(base="dot_2", env=dict(discrete=True), name="dots", budget=budget)
+    with pytest.raises(ValueError, match=r"budget is a number of environment steps \(frames\) above 0.*found"): learn_tasks(small(tmp_path/"run", suite=suite), say=len)
+
+
 def test_minihack_has_coras_numbers_and_says_what_installs_it(tmp_path, monkeypatch):
     "Without the simulator: it is not part of these tests' environment."
     import importlib.util
@@ -235,6 +295,7 @@ def test_minihack_has_coras_numbers_and_says_what_installs_it(tmp_path, monkeypa
     assert (spec.total, len(exp.pairs), exp.eval_every, exp.eval_episodes, len(exp.stages)) == (300_000_000, 15, 1_000_000, 10, 30)
     for a, b in zip(spec.tasks, spec.pairs):
         assert f"MiniHack-{a}-v0" in exp.stream[a].env["name"] and f"MiniHack-{b}-v0" in exp.stream[a+"-test"].env["name"]
+    assert not [c for c in "".join(spec.pairs) if c in ":_"]   # the simulator's names stay on its page
     assert make_experiment("minihack_nav_15").ends[-1] == 30*100_000
     one = make_experiment(dict(base="minihack_nav_15", tasks=["KeyRoom-S5"]))
     assert one.stream.ids == ["KeyRoom-S5", "KeyRoom-S5-test"] and one.trained == ["KeyRoom-S5"]
@@ -302,7 +363,7 @@ def test_the_page(tmp_path):
     assert out.returncode == 0, out.stderr[-3000:]
     assert read_json(tmp_path/"run/done.json") == dict(stages=4, frames=512)
     listed = set(inspect_notebook(ROOT/"nbs/run_crl.ipynb"))
-    assert not set(AgentConfig.__dataclass_fields__) - listed and {"gamma", "entropy_weight", "horizon"} <= listed
+    assert not set(AgentConfig.__dataclass_fields__) - listed and {"gamma", "entropy_weight", "horizon", "n_actors", "engine_threads"} <= listed
 
 
 @pytest.mark.parametrize("algo, kw, cl", [("impala", dict(lag=2), {}), ("clear", dict(frames=60), {}), ("impala", {}, dict(cl="ewc", cl_kw=dict(fisher_steps=50)))])

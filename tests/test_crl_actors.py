@@ -64,6 +64,7 @@ def test_actors_killed_at_random_times(whole, tmp_path, monkeypatch):
     logs = run.logs()
     assert logs[-1]["restarts"] >= 2
     check_books(logs, 480, 40, 2)
+    assert {lag for line in logs+whole.logs() for lag in line["lags"]} == {0}   # who waits has no lag, whatever was killed
     assert fingerprint(run.path) == fingerprint(whole.path)
 
 
@@ -116,7 +117,7 @@ def test_clear_with_its_file_comes_back_exactly(kill, tmp_path, monkeypatch):
 
 
 def test_a_hung_or_broken_actor_ends_the_run_after_its_last_restart(tmp_path, monkeypatch):
-    from clvla.crl.actors import Crew
+    from clvla.crl.crew import Crew
     base = Crew.launch
 
     def launch(self, number):

@@ -19,6 +19,22 @@ def test_every_agent_plays_in_an_engine(tmp_path, suite, algo):
     assert {r["task"] for r in run.episodes()} in ({"starpilot", "starpilot-test"}, {"empty", "key"})
 
 
+def test_the_engine_is_stored_with_its_version(tmp_path):
+    "Also where lanes or actors step it."
+    from importlib.metadata import version
+    from clvla.core.files import read_json
+    from clvla.crl.all import make_runner
+    from clvla.crl.experiment import make_experiment
+    from clvla.crl.learner import learn_tasks
+    suite, envpool = dict(base="minigrid_engine_3", tasks=["empty"], name="room"), f"envpool {version('envpool')}"
+    run = learn_tasks(config(tmp_path, suite), say=len)
+    stored = read_json(run.path/"versions.json")
+    assert stored["engine"] == envpool and "assets" not in stored
+    exp = make_experiment("minigrid_engine_3")
+    for name, kw, says in (("sync", {}, f"lanes: {envpool}"), ("parallel", {}, f"lanes: {envpool}"), ("parallel", dict(engine=True), envpool)):
+        assert make_runner(name, None, exp, **kw).versions() == dict(engine=says)
+
+
 def test_atari_is_played(tmp_path):
     from clvla.crl.learner import learn_tasks
     suite = dict(base="atari_6", tasks=["SpaceInvaders"], env=dict(max_steps=30))
@@ -107,7 +123,7 @@ def test_an_actors_environments_are_found_again_over_a_renewal(monkeypatch):
     import numpy as np
     import clvla.crl.engine as page
     from clvla.core.batch import torch_rng
-    from clvla.crl.actors import advance, first_start
+    from clvla.crl.crew import advance, first_start
     from clvla.crl.all import make_agent
     from clvla.crl.experiment import Spaces, make_experiment
     from clvla.crl.slab import put_rollout, slot_fields, slot_rollout
@@ -124,3 +140,25 @@ def test_an_actors_environments_are_found_again_over_a_renewal(monkeypatch):
         assert again.place() == lanes.place() and len(again.actions) == len(lanes.actions)
         lanes, parts = again, parts | {lanes.part}
     assert parts == {0, 1, 2}
+
+
+def test_an_actor_of_a_cluster_plays_in_an_engine_too():
+    "Without Ray: what a remote actor answers equals the same lanes in this process; the runner has the setting."
+    from dataclasses import asdict
+    from clvla.core.batch import torch_rng
+    from clvla.crl.all import make_agent
+    from clvla.crl.crew import first_start
+    from clvla.crl.engine import EngineLanes
+    from clvla.crl.experiment import Spaces, make_experiment
+    from clvla.crl.ray import RayActors, RemoteActor
+    from clvla.crl.slab import weight_bytes
+    exp, kw = make_experiment("minigrid_engine_3"), dict(n_envs=2, horizon=8, hidden=8)
+    agent, spec = make_agent("impala", 0, **kw), exp.stream["lava"].env
+    agent.build(None, Spaces(0, 151, dict(lava=7)))
+    cfg = dict(algo="impala", algo_kw=kw, seed=0, home=None, E=2, horizon=8, plugins=[], engine=True, spaces=asdict(agent.spaces))
+    actor = RemoteActor(cfg, 0)
+    actor.begin(dict(t=0, key=1, spec=spec, mark=[]), first_start(2))
+    played = actor.play(0, 8, (0, weight_bytes(agent.acting())))["arrays"]
+    alone = EngineLanes(spec, 2, 0, (0, 0)).play(agent, 8, torch_rng(0, "actor", 0, 0, 0))
+    for name in ("state", "action", "logp", "reward", "terminated"): assert (played[name] == alone[name].numpy()).all(), name
+    assert RayActors(None, exp, engine=True).engine and not RayActors(None, exp).engine

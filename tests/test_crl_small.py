@@ -48,3 +48,17 @@ def test_each_method_ends_with_a_whole_matrix(tmp_path, algo, cl):
                          threads=1, run_dir=str(tmp_path/"run"), n_envs=4, horizon=8, channels=2)
     curves = curves_of(learn_tasks(cfg, say=len).path)
     assert list(curves.task_ids) == ["ninja", "fruitbot"] and curves.returns.shape == (2, 3) and np.isfinite(curves.returns).all()
+
+
+# CORA's configs/ and policy_config.py, AGI-Labs/continual_rl at f2754bb: unroll, batch, rate, entropy weight, value weight
+THEIRS = [("cora", "impala", 80, 8, 4.8e-4, 6e-4, .5), ("cora", "clear", 80, 8, 4.8e-4, 6e-4, .5), ("cora", "progress_compress", 20, 20, 6e-4, .01, .5),
+          ("cora", "sane", 80, 8, 4.8e-4, 6e-4, .5), ("cora_ewc", "impala", 20, 20, 6e-4, .01, .5), ("cora_procgen", "sane", 32, 2, 4e-4, .01, 5.),
+          *((preset, algo, 20, 32, 4e-4, .01, .5) for preset in ("cora_atari", "cora_procgen") for algo in ("impala", "clear", "progress_compress")),
+          *(("cora_minihack", algo, 20, 32, 4e-4, .01, .5) for algo in ("impala", "clear"))]
+
+
+@pytest.mark.parametrize("preset, algo, unroll, batch, lr, entropy, value", THEIRS, ids=["-".join(t[:2]) for t in THEIRS])
+def test_presets_have_coras_numbers(preset, algo, unroll, batch, lr, entropy, value):
+    kw = preset_of(preset, algo)
+    assert (kw["horizon"], kw["n_envs"], kw["lr"], kw["entropy_weight"], kw["value_weight"], kw["gamma"]) == (unroll, batch, lr, entropy, value, .99)
+    assert kw["grad_clip"]*unroll*batch == pytest.approx(40) and kw["clip_reward"]

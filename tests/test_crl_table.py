@@ -1,11 +1,12 @@
 "The recorded runs of the page benchmarks/minigrid_agents against CORA's formulas, written as loops over their episodes."
+from collections import deque
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from clvla.core.records import read_jsonl
-from clvla.crl.curves import final_performance, forgetting, per_cycle, performance, transfer, transfer_per_cycle, zero_shot
+from clvla.crl.curves import final_performance, forgetting, per_cycle, performance, smooth, transfer, transfer_per_cycle, zero_shot
 from clvla.crl.learner import curves_from
 from clvla.run.kept import unpack
 
@@ -69,6 +70,32 @@ def test_recorded_curves_against_coras_loops(name):
     ends_of_cycles = [np.mean([curve(line, task)[1][list(curve(line, task)[0]).index(e[n])] for task in tasks]) for n in range(K, L+1, K)]
     assert performance(c) == pytest.approx(ends_of_cycles, abs=1e-12)
     assert final_performance(c) == pytest.approx(np.mean([curve(line, task)[1][-1] for task in tasks]), abs=1e-12)
+
+
+def rolling(y, window):
+    "CORA's filter 'ma': the mean of the last values, in a deque."
+    last, means = deque(maxlen=window), []
+    for value in y:
+        last.append(value)
+        means.append(np.mean(last))
+    return means
+
+
+@pytest.mark.parametrize("window", [5, 20])
+@pytest.mark.parametrize("name", NAMES[::5])
+def test_smoothed_curves_against_coras_loops(name, window):
+    "As CORA's figures and tables: smoothed first, scaled by the largest smoothed return, read inside the stages."
+    line = LINES[name]
+    tasks, e, c = list(dict.fromkeys(line["stream"]["stages"])), ends(line), smooth(curves_from(unpack(name, line)), window)
+    for i, task in enumerate(tasks):
+        x, y = curve(line, task)
+        y = rolling(y, window)
+        m = max(abs(value) for value in y)
+        for k in range(i+1, len(e)-1):
+            assert forgetting(c, strict=True)[i, k] == pytest.approx((region(x, y, None, e[k])[-1]-region(x, y, e[k], e[k+1])[-1])/m, abs=1e-12)
+        for j in range(i):
+            before = region(x, y, 0, e[j])[-1] if j else y[0]
+            assert transfer(c, strict=True)[i, j] == pytest.approx((region(x, y, e[j], e[j+1])[-1]-before)/m, abs=1e-12)
 
 
 def test_the_comparison_page_shows_what_agents_forget(tmp_path):

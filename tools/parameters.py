@@ -17,14 +17,14 @@ BEGIN, END = '_others = """', '"""'
 def groups_and_menus(page):
     "The classes whose fields a page takes, those that count first, and the menus whose entries have settings."
     from clvla.cl.all import algos
-    from clvla.crl.all import agents, cl_methods
+    from clvla.crl.all import agents, cl_methods, runners
     from clvla.crl.config import AgentConfig, AgentSettings
     from clvla.policies.all import policies
     from clvla.rl.all import methods
     from clvla.rl.config import PracticeConfig, PracticeSettings
     from clvla.run.config import RunConfig
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
-    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw=cl_methods)   # agents have no policy
+    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw=cl_methods, runner_kw=runners)   # agents have no policy
     shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
     if page == "run_rl": return (PracticeConfig, PracticeSettings, *shared), dict(algo_kw=methods, model_kw=policies, cl_kw=algos)
     return shared, dict(algo_kw=algos, model_kw=policies)
@@ -42,11 +42,11 @@ def settings_with_owner(menus):
     "Name, default and owners of every setting of the algorithms, policies and methods that come with the library."
     from clvla.run.config import arguments, settings_of
     from clvla.train.config import FILLED
-    owners = {}
+    owners, filled = {}, FILLED | dict(runner_kw=("cfg", "exp"))   # arguments that the run gives
     for kind, menu in menus.items():
         for name in menu:
             defaults = {p.name: p.default for p in arguments(menu[name])}
-            for setting in settings_of(menu[name], FILLED.get(kind, ())):
+            for setting in settings_of(menu[name], filled.get(kind, ())):
                 owners.setdefault(setting, []).append((name, defaults[setting]))
     for setting, given in owners.items():
         same = all(default == given[0][1] for _, default in given)

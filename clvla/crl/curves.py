@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLORS', 'Curves', 'smooth', 'boundary_values', 'scales', 'changes', 'forgetting', 'transfer', 'mean_over',
            'per_cycle', 'transfer_per_cycle', 'zero_shot', 'performance', 'final_performance', 'measures', 'over_seeds',
-           'seeds_table', 'draw', 'band', 'from_episodes', 'together']
+           'seeds_table', 'draw', 'band', 'from_episodes', 'together', 'on_grid']
 
 # %% ../../nbs/crl/00_curves.ipynb #c7000002
 from dataclasses import dataclass
@@ -208,3 +208,18 @@ def together(
         raise ValueError(f"runs 0 and {wrong[0]} differ in tasks, cycles, or the steps of evaluations and ends: "
                          f"{said[0]} and {said[wrong[0]]}")
     return Curves(runs[0].task_ids, runs[0].cycles, runs[0].steps, np.stack([c.returns for c in runs]), runs[0].ends)
+
+# %% ../../nbs/crl/00_curves.ipynb #grid-code
+def on_grid(
+    runs:list # `Curves` of one run each, (K,E) returns; their evaluations may stand at different steps
+)->Curves:    # (S,K,N) returns, and the mean of the runs' ends
+    "The runs on a common grid, for a picture (eq. 7); ValueError where they have other tasks, or no steps in common."
+    if wrong := [k for k,c in enumerate(runs) if (c.task_ids, c.cycles) != (runs[0].task_ids, runs[0].cycles)]:
+        raise ValueError(f"runs 0 and {wrong[0]} differ in tasks or cycles")
+    low,high = max(c.steps[0] for c in runs),min(c.steps[-1] for c in runs)
+    if low >= high:
+        raise ValueError(f"one run's first evaluation is at step {low:g}, and another one's last at {high:g}; they have "
+                         "no steps in common")
+    grid = np.linspace(low, high, 2*max(len(c.steps) for c in runs))
+    returns = [[np.interp(grid, c.steps, r) for r in c.returns] for c in runs]
+    return Curves(runs[0].task_ids, runs[0].cycles, grid, returns, np.mean([c.ends for c in runs], 0))

@@ -15,7 +15,7 @@ from ..core.seeds import seed_of
 from ..core.trials import trial_number
 from .agent import OBSERVED, draw_for
 from .experiment import joint
-from .runner import Runner, checksum_of
+from .runner import Runner, checksum_of, simulators
 from ..envs.all import kind_of
 
 # %% ../../nbs/crl/13_engine.ipynb #b5b45b3f
@@ -157,7 +157,7 @@ def load_state_dict(self:EngineLanes, state:dict):
 
 @patch
 def place(self:EngineLanes)->tuple:   # of each environment: number of the part, checksum of what all saw last
-    "What [actors](14_actors.ipynb) tell of where they stand."
+    "What [actors](19_crew.ipynb) tell of where they stand."
     return [self.part]*self.n,[checksum_of(self.image, self.vector)]*self.n
 
 @patch
@@ -234,3 +234,5 @@ class Batched(Runner):
     def examiner(self, marks):
         tasks = {i: (self.exp.stream[i].env, mark) for i,mark in marks.items()}
         return EngineExaminer(tasks, self.exp.eval_episodes, self.cfg.seed, self.threads)
+
+    def versions(self)->dict: return dict(engine=simulators(self.exp))

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PAIR', 'ATARI', 'LEVELS', 'SIX', 'GAMES', 'NAV', 'specs', 'MISSING', 'Stage', 'Experiment', 'with_pairs', 'Spec',
-           'levels_of', 'chores', 'check_engine', 'make_experiment', 'agents_of', 'Spaces', 'spaces_of', 'joint']
+           'levels_of', 'chores', 'check_engine', 'check_budget', 'make_experiment', 'agents_of', 'Spaces', 'spaces_of',
+           'joint']
 
 # %% ../../nbs/crl/01_experiment.ipynb #c7100002
 from dataclasses import dataclass, field, replace
@@ -116,7 +117,8 @@ specs = Registry("experiment",
     procgen_fruitbot_fixed_seq=levels_of("fruitbot", [1, 10, 11, 12, 14]),
     procgen_miner_fixed_seq=levels_of("miner", [16, 25, 29, 31]),
     minihack_nav_paired_2_cycles=Spec("MiniHack", "minihack_nav_15", tuple(t.id for t in NAV), 10_000_000, 2,
-                                      1_000_000, tuple(t.eval_env["name"].split("MiniHack-")[1][:-3] for t in NAV), env=dict(image=84, grey=False, stack=1)),
+                                      1_000_000, tuple(kind_of(t).title(t.eval_env) for t in NAV),
+                                      env=dict(image=84, grey=False, stack=1)),
     chores_vary_objects_sequential_clean=chores(), chores_vary_tasks_sequential_tp=chores(),
     chores_vary_envs_sequential_pick_handtowel=chores(), chores_sequential_multi_traj=chores(paired=True))
 
@@ -133,6 +135,17 @@ def check_engine(name:str):
         raise ValueError(f"{name} ({size}) cannot be made: {MISSING[spec.engine]}. Take a stream with discrete "
                          f"actions; there are: {', '.join(stream_names())}")
 
+# %% ../../nbs/crl/01_experiment.ipynb #c7100b02
+def check_budget(
+    suite # as of `make_experiment`
+):
+    "ValueError for a budget of an inline stream that is no number of environment steps."
+    budget = suite.get("budget", {}) if isinstance(suite, dict) else {}
+    for steps in budget.values() if isinstance(budget, dict) else [budget]:
+        if type(steps) is not int or steps < 1:
+            raise ValueError("budget is a number of environment steps (frames) above 0, or a dict of task -> such a "
+                             f"number; found {budget!r}")
+
 # %% ../../nbs/crl/01_experiment.ipynb #c7100019
 def make_experiment(
     suite,              # name of a stream or of one of `specs`, or an inline stream
@@ -146,6 +159,7 @@ def make_experiment(
     names = [*specs, *stream_names()]
     if isinstance(suite, str) and suite not in names:
         raise ValueError(f"there is no experiment {suite!r}{closest(suite, names)}")
+    check_budget(suite)
     spec = specs[suite] if isinstance(suite, str) and suite in specs else None
     stream = with_pairs(make_stream(spec.stream if spec else suite))
     sizes = spec.sizes if spec else agents_of(stream)

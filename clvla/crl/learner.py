@@ -265,8 +265,9 @@ def documents(self:AgentLearner, records:list)->dict:
 
 @patch
 def versions(self:AgentLearner)->dict:
-    "Versions of the simulators' assets, as `OnStream`, and of what the runner plays with."
-    assets = sorted({version for task in self.stream.tasks for version in kind_of(task).identity(task.env).values()})
+    "Versions of the simulators' assets, as `OnStream`, and `engine`: what the runner plays with."
+    identities = [kind_of(task).identity(task.env) for task in self.stream.tasks]
+    assets = sorted({version for identity in identities for what,version in identity.items() if what != "engine"})
     return (dict(assets=" ".join(assets)) if assets else {}) | self.runner.versions()
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00014

@@ -13,14 +13,15 @@ import torch
 from fastcore.basics import patch
 from ..core.names import require
 from ..core.plugins import load_plugins, loaded
-from .actors import Actors, Crew, Played, advance, agent_copy, begin_lanes, play_rollout
+from .actors import Actors
+from .crew import Crew, Played, advance, agent_copy, begin_lanes, play_rollout
 from .slab import load_bytes, put_rollout, slot_fields, slot_rollout, weight_bytes
 
 # %% ../../nbs/crl/17_ray.ipynb #c9000007
 class RemoteActor:
     "An actor, wherever Ray has put it."
     def __init__(self,
-        cfg:dict,   # as `actors.actor` gets it, with the names of the plugins and the longest rollout
+        cfg:dict,   # as `crew.actor` gets it, with the names of the plugins and the longest rollout
         number:int  # of the actor
     ):
         torch.set_num_threads(1)
@@ -156,9 +157,10 @@ class RayActors(Actors):
         address:str="",            # of the cluster's head, as host:port; "": Ray is started on this machine
         timeout:float=60.,         # seconds without an answer after which an actor counts as hung
         start_timeout:float=120.,  # the same, while it starts
-        max_restarts:int=3         # failures of an actor without a whole rollout in between
+        max_restarts:int=3,        # failures of an actor without a whole rollout in between
+        engine:bool=False          # each actor plays its environments in an engine, as the runner `batched` does
     ):
-        super().__init__(cfg, exp, n_actors, ahead, timeout, start_timeout, max_restarts)
+        super().__init__(cfg, exp, n_actors, ahead, timeout, start_timeout, max_restarts, engine)
         self.address,self.started = address,False
 
     def check(self, agent):
@@ -171,7 +173,7 @@ class RayActors(Actors):
 
     def versions(self)->dict:
         import ray
-        return dict(ray=ray.__version__)
+        return super().versions() | dict(ray=ray.__version__)
 
     def close(self):
         super().close()

@@ -21,12 +21,13 @@ class Task:
     env:dict|None = None         # environment: {"kind", "name", "max_steps"}; None when it can only be trained on
     source:dict|None = None      # demonstrations: {"kind": "demos"} or {"kind": "lerobot", "parts": [...]}
     eval_env:dict|None = None    # environment of its evaluation; None = `env`
-    budget:int|None = None       # optimizer steps of its stage; None = those of the run
+    budget:int|None = None       # steps of its stage: optimizer steps of a policy, environment steps of an agent; None = those of the run
     trained:bool = True          # False: a probe, evaluated and never trained on
 
     def __post_init__(self):
         if self.budget is not None and (type(self.budget) is not int or self.budget < 1):
-            raise ValueError(f"task {self.id!r}: budget is a number of optimizer steps above 0, found {self.budget!r}")
+            raise ValueError(f"task {self.id!r}: budget is a number of steps (optimizer steps of a policy, environment "
+                             f"steps of an agent) above 0, found {self.budget!r}")
         if type(self.trained) is not bool:
             raise ValueError(f"task {self.id!r}: trained is true or false, found {self.trained!r}")
 

@@ -6,6 +6,7 @@
 __all__ = ['SPEC', 'Kind']
 
 # %% ../../nbs/envs/01_kind.ipynb #66e02cbc
+from importlib.metadata import PackageNotFoundError, version
 from ..core.names import closest, require
 
 # %% ../../nbs/envs/01_kind.ipynb #9e68260b
@@ -50,10 +51,24 @@ class Kind:
     def engine(self, spec:dict, seeds:list, threads:int=1): # many environments that step together, where it has them
         raise ValueError(f"{self.label or spec.get('kind')} has no engine that steps many environments together; take runner='sync'")
     def sizes(self, spec:dict)->dict: return self.engine(spec, [])   # of a task in an engine: picture, state, n_actions, action_dim
+    def title(self, spec:dict)->str: return spec["name"]
     def folder(self, spec:dict)->str:                      # what sets the spec apart from the task's usual one
         cameras = spec.get("cameras", {})
         sized = cameras.items() if isinstance(cameras, dict) else [(name, None) for name in cameras]
         return "-"*bool(sized)+"+".join(f"{name}{pixels or ''}" for name,pixels in sized)
+
+# %% ../../nbs/envs/01_kind.ipynb #51a1e002
+def _simulator(self:Kind,
+    spec:dict # of an environment
+)->str:       # as in "gymnasium 1.4.0, minigrid 3.0.0"
+    "Names and versions of what steps an environment."
+    installed = []
+    for name in self.packages:
+        try: installed.append(f"{name} {version(name)}")
+        except PackageNotFoundError: pass   # a kind may have packages that not all of its environments need
+    return ", ".join(installed) or spec["kind"]
+
+Kind.simulator = _simulator
 
 # %% ../../nbs/envs/01_kind.ipynb #0d9aa5ea
 def _check_spec(self:Kind,

@@ -61,6 +61,7 @@ class MiniHack(Gym):
         return dict(kind="minihack", name=f"minihack:MiniHack-{name}-v0", max_steps=limit_of(name),
                     make=dict(self.options))
 
+    def title(self, spec)->str: return spec["name"].removeprefix("minihack:MiniHack-").removesuffix("-v0")
     def streams(self)->dict:
         tasks = [Task(a, a, "find the stairs", self.room(a), eval_env=self.room(b)) for a,b in ROOMS]
         return dict(minihack_nav_15=Stream("minihack_nav_15", tasks))
