@@ -1,5 +1,6 @@
 """One thread for each worker, the longest files first, so that the workers end at about the same time, and demonstrations that
 several files use, made once. What a test or a file wrote is deleted when it has passed, so that the disk holds a file's folders at a time."""
+import gc
 import os
 import shutil
 import sys
@@ -51,6 +52,12 @@ def folders_of_a_file(request, tmp_path_factory):
     for path in set(base.iterdir())-before:
         if path.name != "data": shutil.rmtree(path, ignore_errors=True)
     forget_plugins()
+
+
+def pytest_collection_finish():
+    "What all test files have imported is frozen: else each collection of garbage, one at the end of each run, goes through it."
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
