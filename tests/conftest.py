@@ -11,6 +11,8 @@ import pytest
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # read when torch and numpy are imported, and inherited: workers side by side fill the cores
+# A run has two threads by default. One that waits for the other would spin on a core that somebody else needs, ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 LONG = ("test_notebooks", "test_many", "test_libero_env", "test_resume", "test_run", "test_ranks", "test_player", "test_demos_faults",
         "test_pool", "test_launch", "test_plugins", "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door",
