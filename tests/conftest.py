@@ -1,5 +1,6 @@
 """One thread for each worker, the longest files first, so that the workers end at about the same time, and demonstrations that
 several files use, made once. What a test or a file wrote is deleted when it has passed, so that the disk holds a file's folders at a time."""
+import gc
 import os
 import shutil
 import sys
@@ -10,6 +11,8 @@ import pytest
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # read when torch and numpy are imported, and inherited: workers side by side fill the cores
+# A run has two threads by default. One that waits for the other would spin on a core that somebody else needs, ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 LONG = ("test_notebooks", "test_many", "test_libero_env", "test_resume", "test_run", "test_ranks", "test_player", "test_demos_faults",
         "test_pool", "test_launch", "test_plugins", "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door",
@@ -51,6 +54,12 @@ def folders_of_a_file(request, tmp_path_factory):
     for path in set(base.iterdir())-before:
         if path.name != "data": shutil.rmtree(path, ignore_errors=True)
     forget_plugins()
+
+
+def pytest_collection_finish():
+    "What all test files have imported is frozen: else each collection of garbage, one at the end of each run, goes through it."
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,8 +1,8 @@
 """Runs notebooks one after another, each in a process of its own that is forked from this one.
 
-Nearly every page imports torch, plotly, nbdev and nbformat (which plotly asks for), 4 seconds of one core. This process
-imports them once, does nothing with them (no tensor, no CUDA, and no thread, which a fork would lose: pandas starts one, so
-pages import it themselves), and forks for each page; what a page does, no other page can see.
+Nearly every page imports torch, plotly, pandas, nbdev and nbformat (which plotly asks for), 5 seconds of one core. This process
+imports them once, does nothing with them (no tensor, no CUDA, and no thread, which a fork would lose), and forks for each page;
+what a page does, no other page can see.
 What is imported here is frozen: otherwise each page's garbage collections go through all of it, 1 second a page.
 A request is a line of JSON (page, log, limit in seconds), the answer is one too (code: the exit code, None after the limit).
 """
@@ -17,8 +17,13 @@ import threading
 import time
 from pathlib import Path
 
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"   # pandas' allocator would start a thread
+
+import accelerate  # noqa: F401
 import nbformat  # noqa: F401
 import numpy  # noqa: F401
+import pandas  # noqa: F401
+import plotly.express  # noqa: F401
 import plotly.graph_objects  # noqa: F401
 import plotly.io  # noqa: F401
 import safetensors.torch  # noqa: F401

@@ -21,7 +21,6 @@ MAY = dict(core=set(), data=set(), envs={"data"}, cl=set(), policies=set(), eval
 
 # (module, what a function in it imports): (the heavy library that importing it at the top would load, why it must not)
 LAZY = {
-    ("clvla.envs.libero.kind", "clvla.envs.libero.data"): ("torch", "a worker that plays episodes needs no torch"),
     ("clvla.run.__main__", "clvla.run.shell"): ("torch", "the process that starts the ranks of a run needs no torch"),
     ("clvla.rl.config", "clvla.cl.base"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.rl.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
@@ -125,7 +124,8 @@ def test_imports_in_functions_are_needed(pair):
     ("clvla.train.learner", ["lerobot", "mujoco", "metaworld", "robosuite", "transformers", "datasets", "deepspeed"]),
     ("clvla.data.streams", ["numpy", "torch", "pyarrow"]),
     ("clvla.data.partition", ["torch", "pyarrow", "huggingface_hub"]),
-    ("clvla.data.demos", ["lerobot", "datasets", "metaworld", "mujoco", "av", "transformers", "pandas"]),
+    ("clvla.data.demos", ["torch", "lerobot", "datasets", "metaworld", "mujoco", "av", "transformers", "pandas"]),
+    ("clvla.train.demos", ["torch", "lerobot", "datasets", "metaworld", "mujoco", "av", "transformers", "pandas"]),
     ("clvla.envs.kind", ["numpy", "torch", "mujoco"]),
     ("clvla.envs.all", ["torch", "mujoco", "metaworld", "robosuite", "lerobot"]),
     ("clvla.envs.pool", ["torch", "mujoco", "metaworld", "lerobot"]),

@@ -20,7 +20,8 @@ from clvla.envs.libero.tasks import (LIMITS, MAX_STEPS, ORDERS, SUITE_OF, SUITES
 from clvla.data.streams import stream_from, stream_json
 from clvla.envs.all import kind_of, make_stream
 from clvla.train.config import TrainConfig, resolve
-from clvla.train.prepare import check, demo_dir, prepare
+from clvla.train.demos import demo_dir
+from clvla.train.prepare import check, prepare
 from libero_help import libero_root
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,8 @@ from clvla.envs.libero.skills import World
 from clvla.envs.libero import wide
 from clvla.envs.libero.wide import CLEARANCE, VARIATIONS, WIDE, WideEnv, WideSim, clearance
 from clvla.train.config import TrainConfig, resolve
-from clvla.train.prepare import check, demo_dir
+from clvla.train.demos import demo_dir
+from clvla.train.prepare import check
 
 BOWL = "put_the_bowl_on_the_plate"
 BOTH = dict(spread=1.5, places="exchanged")   # without `sides`

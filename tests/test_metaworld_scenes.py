@@ -9,7 +9,7 @@ from clvla.envs.metaworld.env import MetaWorldEnv
 from clvla.envs.metaworld.tasks import BUTTONS, HALFWAY, MT50, STREAMS, metaworld_task
 from clvla.envs.metaworld.variations import CROWDED, PAIRS, VARIATIONS, VariedEnv, check_variation
 from clvla.train.config import TrainConfig
-from clvla.train.prepare import demo_dir
+from clvla.train.demos import demo_dir
 
 pytestmark = pytest.mark.filterwarnings("ignore:Constant.s. may be too high")   # of the stock experts; they are clipped
 

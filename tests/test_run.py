@@ -324,10 +324,16 @@ def test_nothing_is_left_when_the_page_is_killed(data, tmp_path):
     assert not alive()
     assert all(json.loads(l) for l in log.read_text().splitlines()[:-1])
 
-def test_versions_name_the_libraries_of_a_simulator_that_is_installed(monkeypatch):
-    import importlib.metadata as im
+def test_versions_name_the_libraries_of_a_simulator_that_is_installed(tmp_path, monkeypatch):
     from clvla.run.versions import versions
-    there = lambda *names: monkeypatch.setattr(im, "distributions", lambda: [NS(metadata={"Name": n}, version="1") for n in names])
+    versions()   # has imported what it needs
+
+    def there(*names):
+        home = tmp_path/names[-1]
+        for n in names:
+            (home/f"{n}-1.dist-info").mkdir(parents=True)
+            (home/f"{n}-1.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {n}\nVersion: 1\n")
+        monkeypatch.setattr(sys, "path", [str(home)])
     there("torch", "hf_libero", "robosuite", "bddl", "numba"); got = versions()
     assert [got[k] for k in ("torch", "hf-libero", "robosuite", "bddl", "numba", "peft")] == ["1"]*5+["not installed"]
     there("torch"); assert not {"hf-libero", "robosuite", "bddl", "numba"} & set(versions())

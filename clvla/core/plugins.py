@@ -8,6 +8,7 @@ __all__ = ['Plugin', 'load_plugins', 'is_file', 'loaded', 'describe']
 # %% ../../nbs/core/07_plugins.ipynb #a0f10003
 import importlib, importlib.metadata, importlib.util, sys, traceback
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from .files import sha256
 from .names import Registry
@@ -72,12 +73,17 @@ def _load_module(name:str, kind:str="module")->Plugin:
     if name not in sys.modules: _import(name, name, lambda: importlib.import_module(name))
     return Plugin(name, kind, _version(name), name)
 
+@cache   # to read what each installed package says of itself takes longer than everything else here
+def _offered()->list:
+    "Modules that installed packages offer as entry points."
+    return [point.module for point in importlib.metadata.entry_points(group="clvla")]
+
 def load_plugins(
     names=() # modules' names and paths of .py files
 ):
     "Import plugins, each once, and those that installed packages offer; ValueError names one that cannot be imported."
-    for point in importlib.metadata.entry_points(group="clvla"):
-        if point.module not in _loaded: _loaded[point.module] = _load_module(point.module, "entry point")
+    for module in _offered():
+        if module not in _loaded: _loaded[module] = _load_module(module, "entry point")
     for name in names:
         if isinstance(name, Path): name = str(name.expanduser().resolve())
         if not isinstance(name, str) or not name:

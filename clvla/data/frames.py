@@ -10,7 +10,6 @@ __all__ = ['VERSION', 'META', 'FILE', 'NDIM', 'KIND', 'CHECK', 'check_episode', 
 import shutil
 from pathlib import Path
 import numpy as np
-import torch
 from fastcore.basics import patch
 from numpy.lib.format import open_memmap
 from ..core.names import ACTION, IMAGE, IMAGES, INDEX, N_ACTIONS, PAD, PROMPT, STATE, closest
@@ -237,6 +236,7 @@ def gather(self:FrameStore,
     H:int  # actions per chunk
 )->dict:   # raw batch: images uint8 (B,3,h,w), state (B,S), action (B,H,A), padding (B,H), instructions, index
     "The samples at frames `idx`, as they were recorded: nothing is normalised."
+    import torch   # a process that records demonstrations needs none
     idx = np.asarray(idx, np.int64)
     if len(idx) and not 0 <= idx.min() <= idx.max() < len(self):
         raise ValueError(f"{self.path} has frames 0..{len(self)-1}, asked for {idx.min()}..{idx.max()}")

@@ -34,7 +34,8 @@ from ..run.stop import Stopped
 from ..train.eval_config import processor_of
 from ..train.evaluate import Evaluator, one_thread
 from ..train.learner import OnStream, Stage, train_cl
-from ..train.prepare import check, check_init, locked, prepare
+from ..train.demos import locked
+from ..train.prepare import check, check_init, prepare
 from ..train.trainer import make_accelerator
 
 # %% ../../nbs/rl/21_learner.ipynb #c2100005

@@ -11,6 +11,7 @@ from dataclasses import replace
 from ...core.names import IMAGES
 from ..kind import Kind
 from .assets import assets_id, libero_root
+from .data import as_libero
 from .env import LiberoEnv
 from .sim import folder_of
 from .states import N_STATES
@@ -40,7 +41,6 @@ class Libero(Kind):
     def streams(self)->dict: return _streams()
 
     def adopt(self, tasks, options):
-        from clvla.envs.libero.data import as_libero# it imports torch, which a worker does not need
         return as_libero(tasks, options)
 
     def identity(self, spec):
