@@ -16,7 +16,7 @@ from ..cl.base import check_count, check_flag, check_number
 from ..core.batch import to_device
 from ..core.seeds import seed_of
 from .agent import Agent, OBSERVED
-from .clear import CLEAR, Unrolls, cloning_loss
+from .clear import CLEAR, Unrolls, check_fits, cloning_loss
 from .impala import actor_critic_loss, corrected, look_at
 from .ppo import PictureNet, check_picture
 from .progress_compress import walk
@@ -207,8 +207,9 @@ def make_node(self:SANE, number:int)->Node:
 
 @patch
 def check(self:SANE, exp, spaces):
-    "ValueError for pictures that are too small."
+    "ValueError for pictures that are too small, and for memories of all nodes that are larger than the machine's."
     check_picture(spaces.image_size)
+    check_fits(self.max_nodes*self.settings["frames"], spaces, f"keep fewer frames, or fewer than {self.max_nodes} nodes")
 
 @patch
 def build(self:SANE, exp, spaces, device="cpu"):
