@@ -162,3 +162,31 @@ def test_an_actor_of_a_cluster_plays_in_an_engine_too():
     alone = EngineLanes(spec, 2, 0, (0, 0)).play(agent, 8, torch_rng(0, "actor", 0, 0, 0))
     for name in ("state", "action", "logp", "reward", "terminated"): assert (played[name] == alone[name].numpy()).all(), name
     assert RayActors(None, exp, engine=True).engine and not RayActors(None, exp).engine
+
+
+@pytest.mark.parametrize("spec", [
+    dict(name="SpaceInvaders-v5", make=dict(reward_clip=True, frame_skip=4)), dict(name="SpaceInvaders-v5", max_steps=40),
+    dict(name="StarpilotEasy-v0", make=dict(num_levels=200, start_level=0), success="level"),
+    dict(name="MiniGrid-Empty-Random-6x6-v0", max_steps=20, success="rewarded"), dict(name="MetaWorld/Reach-v3", max_steps=20, success="told")],
+    ids=["clipped", "atari", "procgen", "minigrid", "metaworld"])
+def test_arrays_by_name_are_those_of_envpools_gymnasium_class(spec):
+    "Over ends of episodes: what is seen, rewards (a clipped one beside the info's own), both sorts of end, success."
+    import numpy as np
+    from clvla.envs.gym.engine import Engine, successes, view_of
+    ours, other, rng = Engine(spec, [1, 2]), Engine(spec, [1, 2]), np.random.default_rng(0)
+    sim, space, ended, rewards = other.sim, other.sim.action_space, 0, 0.
+    pairs = list(zip(ours.reset(), view_of(sim.reset()[0])))
+    for _ in range(150):
+        actions = rng.integers(space.n, size=2) if hasattr(space, "n") else rng.uniform(-1, 1, (2, *space.shape)).astype(np.float32)
+        *seen, outcome = ours.step(actions)
+        theirs, reward, terminated, truncated, info = sim.step(actions)
+        pairs += zip(seen, view_of(theirs))
+        wanted = dict(reward=reward.astype(np.float32), terminated=terminated, truncated=truncated & ~terminated,
+                      success=successes[spec.get("success", "never")](reward, terminated, info))
+        assert outcome.keys() == wanted.keys() and all(np.array_equal(outcome[k], wanted[k]) for k in wanted), (outcome, wanted)
+        rewards += np.abs(reward).sum()
+        if (done := np.flatnonzero(terminated | truncated)).size:
+            ended += len(done)
+            pairs += zip(ours.begin(done), view_of(sim.reset(done.astype(np.int32))[0]))
+    assert all(np.array_equal(a, b) for a, b in pairs) and rewards > 0 and (ended or "max_steps" not in spec)
+    ours.close(), other.close()

@@ -75,11 +75,14 @@ class Engine:
 def named(
     names:list, # of EnvPool's entries: obs or obs:PART, reward, done, trunc, info:PART, ...
     arrays:list
-)->tuple:       # observations, an array or a dict; name -> array
+)->tuple:       # observations, an array or a dict; name -> array, of what stands alone, and of the info
     "EnvPool's entries by name."
-    entries = {name.removeprefix("info:"): x for name,x in zip(names, arrays, strict=True) if not name.startswith("obs")}
-    seen = {name.removeprefix("obs:"): x for name,x in zip(names, arrays, strict=True) if name.startswith("obs")}
-    return (seen if len(seen) > 1 else next(iter(seen.values()))),entries
+    parts = dict(obs={}, info={}, own={})
+    for name,x in zip(names, arrays, strict=True):
+        kind,_,part = name.partition(":")
+        parts[kind if kind in parts else "own"][part or kind] = x
+    seen = parts["obs"]
+    return (seen if len(seen) > 1 else next(iter(seen.values()))),parts["own"],parts["info"]
 
 @patch
 def begin(self:Engine, ids)->tuple:   # image, state of those environments alone
@@ -94,11 +97,10 @@ def step(self:Engine, actions:np.ndarray, ids=None)->tuple:   # image, state, ou
     expected = len(ids),*self.action_shape
     if actions.shape != expected: raise ValueError(f"actions have shape {actions.shape}, expected {expected}")
     self.sim._send([ids, ids, np.ascontiguousarray(actions, self.action_type)])
-    seen,entries = named(self.sim._state_keys, self.sim._recv())
-    terminated = entries["done"] & ~entries["trunc"]
-    success = self.success(entries["reward"], terminated, entries)
-    outcome = dict(reward=entries["reward"].astype(np.float32), terminated=terminated, truncated=entries["trunc"], success=success)
-    return *view_of(seen),outcome
+    seen,own,info = named(self.sim._state_keys, self.sim._recv())   # Atari's info has a reward too, which is not clipped
+    terminated = own["done"] & ~own["trunc"]
+    success = self.success(own["reward"], terminated, info)
+    return *view_of(seen),dict(reward=own["reward"].astype(np.float32), terminated=terminated, truncated=own["trunc"], success=success)
 
 # %% ../../../nbs/envs/gym/04_engine.ipynb #fe1bd99b
 def sizes_of(
