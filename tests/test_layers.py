@@ -24,8 +24,6 @@ LAZY = {
     ("clvla.run.__main__", "clvla.run.shell"): ("torch", "the process that starts the ranks of a run needs no torch"),
     ("clvla.rl.config", "clvla.cl.base"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.rl.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
-    ("clvla.rl.config", "clvla.policies.all"): ("torch", "a page reads and refuses settings in a second"),
-    ("clvla.rl.config", "clvla.policies.heads"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.train.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.train.config", "clvla.policies.all"): ("torch", "a page reads and refuses settings in a second"),
 }

@@ -112,7 +112,7 @@ def test_an_update_moves_towards_the_target():
 
 
 @pytest.mark.parametrize("kw, says", [
-    (dict(head="l1"), "head 'l1' has one answer"), (dict(algo_kw=dict(N=1)), "N must be"), (dict(algo_kw=dict(reads="all")), "expected one of"),
+    (dict(head="l1"), "head 'l1' has one answer"), (dict(algo_kw=dict(N=1)), "N must be"), (dict(algo_kw=dict(reads="all")), "reads must be one of 'proprioception'"),
     (dict(lora_rank=2), "lora_rank"), (dict(algo_kw=dict(mc=2.)), "mc must be"), (dict(algo_kw=dict(shuffled="no")), "True or False"), (dict(model="lerobot-act-tiny"), "Take a model of tiny")])
 def test_bad_settings_are_refused(data, tmp_path, kw, says):
     with pytest.raises(ValueError, match=says):

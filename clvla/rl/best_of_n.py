@@ -10,10 +10,9 @@ import math
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import check_count, check_number
+from ..cl.base import check_choice, check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
-from ..policies.heads import heads
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
 from .query_token import codecs
 from .replay import Replay
@@ -93,6 +92,8 @@ def predict_chunk(self:BestOfN, obs:dict, *, n:int=1, noise=None, generator=None
 class BestOfNMethod(TokenMethod):
     "A frozen policy, and a critic that learns to choose among its draws."
     model = "rl-best"
+    needs_noise = True
+    kept = ("x",)   # of an attempt's states, in the replay
     def __init__(self,
         seed:int=0,
         updates:int=800,       # of the critic, after each round
@@ -115,18 +116,12 @@ class BestOfNMethod(TokenMethod):
         for name,(value,low) in least.items(): check_count(name, value, least=low)
         for name,value in dict(random_share=random_share, mc=mc).items(): check_number(name, value, 0, 1)
         check_number("critic_lr", critic_lr, 1e-12, rule="above 0")
-        if reads not in READS: raise ValueError(f"reads is {reads!r}, expected one of {', '.join(READS)}")
+        check_choice("reads", reads, READS)
         if token and reads != "token": raise ValueError(f"token is {token!r}, which nothing reads; set reads to 'token'")
-        if type(shuffled) is not bool: raise ValueError(f"shuffled is {shuffled!r}, expected True or False")
+        check_flag("shuffled", shuffled)
         self.shuffled = shuffled
         self.updates,self.N,self.reads,self.random_share,self.sample = updates,N,reads,random_share,sample
         self.mc,self.critic_lr,self.hidden,self.members,self.capacity = mc,critic_lr,critic_hidden,members,capacity
-
-    def check(self, cfg):
-        super().check(cfg)
-        if not heads[cfg.head].needs_noise: raise ValueError(
-            f"best_of_n chooses among draws, and head {cfg.head!r} has one answer to an observation; take algo "
-            "'token_td3' (-p algo token_td3) or 'cloning', or head 'flow' where the model has it")
 
     def end(self): self.policy.has_learnt.fill_(True)
 
@@ -193,7 +188,7 @@ def take(self:BestOfNMethod, attempts:list):
     for a in self.deal(attempts) if self.shuffled else attempts:
         e = a["episode"]
         found = chunk_rows(a["plans"], e.n_steps, e.success, e.ended, self.gamma)
-        if len(found["start"]): self.replay.push(dict(x=a["x"]), found, ids.index(e.task_id))
+        if len(found["start"]): self.replay.push({k: a[k] for k in self.kept}, found, ids.index(e.task_id))
 
 @patch
 def deal(self:BestOfNMethod, attempts:list)->list:

@@ -14,7 +14,6 @@ from ..cl.base import check_choice, check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
-from ..policies.heads import heads
 from .actor import Value
 from .best_of_n import critic_state, planned
 from .grpo import GRPO
@@ -104,6 +103,7 @@ class ChoicePolicy(FrozenPolicy):
 class ChoicePPO(TokenPPO):
     "Proximal policy optimisation of the choice, with a value that reads the state."
     model = "rl-choice"
+    needs_noise = True
     def __init__(self,
         seed:int=0,
         N:int=16,               # draws of each observation
@@ -124,11 +124,7 @@ class ChoicePPO(TokenPPO):
         check_flag("shuffled", shuffled)
         self.N,self.reads,self.shuffled = N,reads,shuffled
 
-    def check(self, cfg):
-        TokenMethod.check(self, cfg)
-        if not heads[cfg.head].needs_noise: raise ValueError(
-            f"{cfg.algo} chooses among draws, and head {cfg.head!r} has one answer to an observation; take head 'flow'")
-
+    def check(self, cfg): TokenMethod.check(self, cfg)
     def begin(self): TokenMethod.begin(self)
     def end(self): self.policy.has_learnt.fill_(True)
 

@@ -12,10 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 import json
 from ..core.plugins import load_plugins
-from ..envs.all import defaults_of
-from .all import methods
+from .all import method_for, methods
 from ..run.config import identity, settings_of
-from ..train.config import TrainConfig, check_suite, folder_name, resolve, stream_for, stream_name
+from ..train.config import TrainConfig, check_suite, folder_name, resolve, stream_for, stream_name, suits_of
 
 # %% ../../nbs/rl/20_config.ipynb #c2000007
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +50,9 @@ def algo_for(
     cfg    # `PracticeConfig`, resolved or not: the settings in `ASKED`
 )->str:    # a key of `methods`
     "The method of a run that names none; ValueError for a suite or a model that nobody knows."
-    from clvla.policies.all import head_for, policies
-    from clvla.policies.heads import heads
     check_suite(cfg)
     load_plugins(cfg.plugins)
-    suits = defaults_of(stream_for(cfg)) | getattr(policies[cfg.model], "defaults", {})
-    head = cfg.head or head_for(cfg.model, suits["head"])
-    return "token_td3" if head in heads and not heads[head].needs_noise else "best_of_n"
-
+    return method_for(cfg.head or suits_of(cfg)["head"])
 
 # %% ../../nbs/rl/20_config.ipynb #c20000a3
 SUITE = dict(base="mt50", tasks=["drawer-open"], name="drawer-open")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..cl.base import CLAlgorithm
 from ..policies.heads import heads
 from ..policies.weights import stored_weights
+from .all import method_for
 
 # %% ../../nbs/rl/10_method.ipynb #a1000006
 @dataclass(kw_only=True)
@@ -32,6 +33,7 @@ class Method:
     repeats = 1    # attempts from each start, with other noise
     hooks = False  # its updates call the hooks of `ctx.cl`
     together = False # of several processes all learn, and average their gradients; False: the first one alone
+    needs_noise = False # it works with draws of the policy's head
     own_only = False # it learns only from attempts of the very weights that learn
     def __init__(self,
         seed:int=0,     # of the run
@@ -39,6 +41,8 @@ class Method:
     ):
         self.seed,self.updates = seed,updates
 
+    @classmethod
+    def fits(cls, head:str)->bool: return not cls.needs_noise or heads[head].needs_noise   # a key of `heads`
     def check(self, cfg): check_method(self, cfg)
     def prepare(self, ctx:PracticeContext): self.ctx,self.policy = ctx,ctx.policy
     @property
@@ -64,6 +68,9 @@ def check_method(method:Method, cfg):
     if cfg.head in heads and heads[cfg.head].discrete:
         raise ValueError(f"practice needs actions that are numbers, and head {cfg.head!r} chooses among classes; take a "
                          "stream with continuous actions")
+    if cfg.head in heads and not method.fits(cfg.head):
+        raise ValueError(f"{cfg.algo} needs draws, and head {cfg.head!r} has one answer to an observation; take algo "
+                         f"{method_for(cfg.head)!r} (-p algo {method_for(cfg.head)}), or head 'flow' where the model has it")
     if cfg.accumulation != 1 or cfg.precision != "no":
         raise ValueError(f"practice makes whole batches in float32, found accumulation {cfg.accumulation} and precision "
                          f"{cfg.precision!r}; set them to 1 and 'no'")

@@ -14,7 +14,6 @@ from torch.nn.functional import layer_norm
 from ..cl.base import check_count, check_number
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
-from ..policies.heads import heads
 from .actor import check_chunks, mlp
 from .best_of_n import BestOfNMethod, critic_state, planned
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
@@ -193,6 +192,7 @@ class NoisePolicy(FrozenPolicy):
 class DSRL(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of its flow head."
     model = "rl-noise"
+    kept = "x","noise","draws"
     def __init__(self,
         seed:int=0,
         updates:int=800,       # of each network, after each round
@@ -219,11 +219,6 @@ class DSRL(BestOfNMethod):
         check_number("alpha", alpha, 0)
         for name,value in dict(bound=bound, actor_lr=actor_lr).items(): check_number(name, value, 1e-12, rule="above 0")
         self.noises,self.alpha,self.bound,self.actor_hidden,self.actor_lr = noises,alpha,bound,hidden,actor_lr
-
-    def check(self, cfg):
-        TokenMethod.check(self, cfg)
-        if not heads[cfg.head].needs_noise: raise ValueError(
-            f"dsrl chooses the noise that a chunk begins with, and head {cfg.head!r} has none; take head 'flow'")
 
     def end(self): pass   # nothing is switched on after the first round: the actor plays from the start
 
@@ -275,19 +270,6 @@ def states(self:DSRL, e)->dict:
     return dict(x=x, plans=draws[:-1,0], noise=noise, draws=draws[:,1:])
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c1900022
-@patch
-def take(self:DSRL, attempts:list):
-    "Put attempts into the replay; the first ones say how the state is standardised."
-    ids = [task.id for task in self.ctx.tasks]
-    if not len(self.replay):
-        self.policy.critic.standardise(torch.cat([a["x"] for a in attempts]))
-        self.learner = CriticLearner(self.policy.critic, self.critic_lr, self.mc)
-    for a in self.deal(attempts) if self.shuffled else attempts:
-        e = a["episode"]
-        found = chunk_rows(a["plans"], e.n_steps, e.success, e.ended, self.gamma)
-        states = {k: a[k] for k in ("x", "noise", "draws")}
-        if len(found["start"]): self.replay.push(states, found, ids.index(e.task_id))
-
 @patch
 def update(self:DSRL)->dict:
     "One update of each network."

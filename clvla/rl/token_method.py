@@ -99,8 +99,8 @@ class TokenMethod(Method):
 @patch
 def check(self:TokenMethod, cfg):
     "ValueError for settings that a frozen policy or the actor's chunk cannot have."
+    check_base(cfg.model)   # what is a wrong policy altogether is said before what its head lacks
     Method.check(self, cfg)
-    check_base(cfg.model)
     if self.given and not kept_token(cfg): find_token(self.token)
     if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")
     C,H = self.actor_chunk,cfg.chunk
@@ -114,7 +114,8 @@ def make_policy(self:TokenMethod)->TokenPolicy:
     base,ctx = self.base,self.ctx
     with torch.no_grad(): seen = base.eval().encode(to_device(self.demo_batches(1)[0], ctx.device), tokens=True)
     token,token_config = self.codec_for(seen)
-    S,C = len(ctx.processor.stats[STATE]["mean"]),self.actor_chunk or base.H
+    S = len(ctx.processor.stats[STATE]["mean"])
+    C = self.actor_chunk or base.H
     with first_weights(self.seed, "practice", "actor"):
         W = codecs[token](**token_config).W
         actor = dict(X=W+S, C=C, A=base.A, hidden=self.hidden, std=self.std, ref_dropout=self.ref_dropout)
@@ -177,7 +178,8 @@ def stack_tokens(
 @patch
 def fit_encoder(self:TokenMethod):
     "Encoder and decoder learn; every fifth attempt is held out, and the weights with the lowest error there are kept."
-    demos,own = [] if self.given else self.demo_batches(),[self.observations(e) for e in self.waiting]
+    demos = [] if self.given else self.demo_batches()
+    own = [self.observations(e) for e in self.waiting]
     tokens,mask = stack_tokens([self.tokens_of(b) for b in (*demos, *own)])
     held = [torch.full((len(b[STATE]),), i%5 == 0) for i,b in enumerate(own)]
     held = torch.cat([torch.zeros(sum(len(b[STATE]) for b in demos), dtype=torch.bool), *held])

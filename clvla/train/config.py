@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['OWN', 'FILLED', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings', 'TrainConfig',
-           'stream_name', 'check_suite', 'stream_for', 'folder_name', 'resolve', 'sort_settings', 'check_batch']
+           'stream_name', 'check_suite', 'stream_for', 'folder_name', 'suits_of', 'resolve', 'sort_settings',
+           'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
@@ -177,21 +178,26 @@ def folder_name(cfg:TrainConfig)->str:
     controls = [f"-{k}" for k in ("blind", "deaf") if typed(k, getattr(cfg, k), bool)]
     return f"{stream_name(cfg.suite)}-{cfg.algo}-{cfg.model}-s{cfg.seed}" + "".join(controls) + "-smoke"*cfg.smoke
 
+def suits_of(
+    cfg:TrainConfig # resolved or not
+)->dict:            # setting -> value
+    "What suits the stream and the policy; the policy's word counts before the stream's."
+    from clvla.policies.all import head_for, policies
+    suits = OWN | defaults_of(stream_for(cfg)) | getattr(policies[cfg.model], "defaults", {})
+    return suits | dict(head=head_for(cfg.model, suits["head"]))
+
 def resolve(
     cfg:TrainConfig # as the page gave it
 )->TrainConfig:     # with folders and what suits the stream and the policy filled in, and small numbers when `smoke` is set
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
-    from clvla.policies.all import head_for, policies
     check_suite(cfg)
     plugins_of(with_folders(cfg, folder_name(cfg)))
     check_schedule(cfg.schedule)
     cfg = sort_settings(cfg)
     cfg = with_folders(cfg, folder_name(cfg))
     check_values(cfg)
-    suits = OWN | defaults_of(stream_for(cfg)) | getattr(policies[cfg.model], "defaults", {})
     unset = lambda k: getattr(cfg, k) is None if k == "lora_rank" else getattr(cfg, k, None) in ("", 0)
-    empty = {k: v for k,v in suits.items() if unset(k)}
-    if "head" in empty: empty["head"] = head_for(cfg.model, empty["head"])
+    empty = {k: v for k,v in suits_of(cfg).items() if unset(k)}
     cfg = replace(cfg, **empty, n_workers=cfg.n_workers or os.cpu_count() or 1, threads=threads_of(cfg))
     small = SMOKE | (dict(look_every=4, look_trials=2) if cfg.patience else {})
     if cfg.smoke: cfg = replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in small.items()})
