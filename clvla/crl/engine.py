@@ -51,7 +51,8 @@ class EngineLanes:
         self.spec,self.n,self.seed,self.purpose,self.threads = spec,n,seed,tuple(purpose),threads
         sizes = kind_of(spec).sizes(spec)
         self.box = box_of(sizes)
-        self.mark,self.n_actions = mark,self.box or sizes["n_actions"]
+        self.mark = mark
+        self.n_actions = self.box or sizes["n_actions"]
         self.finished,self.engine = [],None
         self.begin_part(0)
         self.starts = self.obs()

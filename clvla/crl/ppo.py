@@ -37,6 +37,7 @@ def scaled(image:Tensor)->Tensor:   # (B,h,w,C) uint8 to (B,C,h,w) in [-.5,.5]
     "A picture as the convolutions take it; in place, because a second copy of a batch costs as much as a layer."
     return image.permute(0, 3, 1, 2).float().mul_(1/255).sub_(.5)
 
+# %% ../../nbs/crl/03_ppo.ipynb #c7320007
 class PictureNet(nn.Module):
     "Picture and state vector to the outputs of all actions, and a value."
     masked = True   # some tasks lack some of the actions
@@ -109,27 +110,31 @@ class DiscretePPO(OnPolicy):
         action = choose(logp, draws)
         return dict(action=action, logp=logp.gather(1, action[:, None])[:, 0], v=v)
 
-    def look(self, rows)->tuple:   # log-probability of each row's action, values, entropy
-        logp,v = self.net(dict(image=rows["image"], state=rows["x"], n_actions=rows["n_actions"]))
-        return logp.gather(1, rows["action"][:, None])[:, 0],v,entropy(logp)
+# %% ../../nbs/crl/03_ppo.ipynb #c732000b
+@patch
+def look(self:DiscretePPO, rows)->tuple:   # log-probability of each row's action, values, entropy
+    logp,v = self.net(dict(image=rows["image"], state=rows["x"], n_actions=rows["n_actions"]))
+    return logp.gather(1, rows["action"][:, None])[:, 0],v,entropy(logp)
 
-    def loss(self, rows):
-        logp,v,H = self.look(rows)
-        actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
-        ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know
-        info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratios)
-        total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
-        if self.penalty is not None: info["penalty"] = self.penalty(self.net).expand_as(total)   # the same in each row
-        return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()}
+@patch
+def loss(self:DiscretePPO, rows):
+    logp,v,H = self.look(rows)
+    actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
+    ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know
+    info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratios)
+    total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
+    if self.penalty is not None: info["penalty"] = self.penalty(self.net).expand_as(total)   # the same in each row
+    return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()}
 
-    def check_drift(self, rollout)->float:
-        "Largest difference between 32 stored log-probabilities and the network's; ValueError above `max_drift`."
-        every = max(1, len(rollout["logp_old"])//32)   # of all environments; a whole minibatch would cost a sixtieth of the update
-        some = {k: x[::every][:32] for k,x in rollout.items()}
-        with torch.no_grad(): drift = (self.look(some)[0]-some["logp_old"]).abs().max().item()
-        if self.max_drift is None or drift <= self.max_drift: return drift
-        raise ValueError(f"logp_old differs from the network's by up to {drift:.3g}, and {self.max_drift:g} is allowed: "
-                         "the steps were played by other weights; give max_drift=None if that is meant")
+@patch
+def check_drift(self:DiscretePPO, rollout)->float:
+    "Largest difference between 32 stored log-probabilities and the network's; ValueError above `max_drift`."
+    every = max(1, len(rollout["logp_old"])//32)   # of all environments; a whole minibatch would cost a sixtieth of the update
+    some = {k: x[::every][:32] for k,x in rollout.items()}
+    with torch.no_grad(): drift = (self.look(some)[0]-some["logp_old"]).abs().max().item()
+    if self.max_drift is None or drift <= self.max_drift: return drift
+    raise ValueError(f"logp_old differs from the network's by up to {drift:.3g}, and {self.max_drift:g} is allowed: "
+                     "the steps were played by other weights; give max_drift=None if that is meant")
 
 # %% ../../nbs/crl/03_ppo.ipynb #503010ad
 LOG_2PI = math.log(2*math.pi)

@@ -111,7 +111,9 @@ def checksum(obs:dict)->int:
     "A number that tells observations apart."
     return checksum_of(obs[IMAGE], obs[STATE])
 
-def checksum_of(*arrays)->int: return zlib.crc32(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
+def checksum_of(*arrays)->int:
+    "Of their bytes, one array behind the other."
+    return zlib.crc32(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
 
 @patch
 def state_dict(self:Lanes)->dict:

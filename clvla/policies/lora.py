@@ -19,9 +19,11 @@ from .weights import note_frozen
 
 # %% ../../nbs/policies/04_lora.ipynb #10a00003
 def kaiming(a:tuple, b:tuple, generator)->tuple: # A (r,k) and B (d,r) of these shapes
+    "A is uniform, with the deviation of a linear layer's weights; B is zero."
     return nn.init.kaiming_uniform_(torch.empty(a), a=math.sqrt(5), generator=generator),torch.zeros(b)
 
 def gaussian(a:tuple, b:tuple, generator)->tuple:
+    "A is normal, with deviation 1/r; B is zero."
     return nn.init.normal_(torch.empty(a), std=1/a[0], generator=generator),torch.zeros(b)
 
 def orthogonal(a:tuple, b:tuple, generator)->tuple:
