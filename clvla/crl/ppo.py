@@ -112,12 +112,14 @@ class DiscretePPO(OnPolicy):
 
 # %% ../../nbs/crl/03_ppo.ipynb #c732000b
 @patch
-def look(self:DiscretePPO, rows)->tuple:   # log-probability of each row's action, values, entropy
+def look(self:DiscretePPO, rows)->tuple:   # three tensors (B,)
+    "Log-probability of each row's action, value and entropy, by the present network."
     logp,v = self.net(dict(image=rows["image"], state=rows["x"], n_actions=rows["n_actions"]))
     return logp.gather(1, rows["action"][:, None])[:, 0],v,entropy(logp)
 
 @patch
-def loss(self:DiscretePPO, rows):
+def loss(self:DiscretePPO, rows)->tuple:   # (B,), and its parts
+    "Eq. 1 of each row, and the numbers for the log."
     logp,v,H = self.look(rows)
     actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
     ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know

@@ -170,7 +170,7 @@ def stream_for(
 @lru_cache(maxsize=4)
 def _stream(text:str): return make_stream(*json.loads(text))
 
-# %% ../../nbs/train/00_config.ipynb #cfb7e48f
+# %% ../../nbs/train/00_config.ipynb #cfb7e48e
 SMOKE = dict(n_demos=3, steps_per_task=12, n_trials=2, rows_per_task=1, warmup=3)
 
 def folder_name(cfg:TrainConfig)->str:
@@ -186,6 +186,7 @@ def suits_of(
     suits = OWN | defaults_of(stream_for(cfg)) | getattr(policies[cfg.model], "defaults", {})
     return suits | dict(head=head_for(cfg.model, suits["head"]))
 
+# %% ../../nbs/train/00_config.ipynb #cfb7e48f
 def resolve(
     cfg:TrainConfig # as the page gave it
 )->TrainConfig:     # with folders and what suits the stream and the policy filled in, and small numbers when `smoke` is set
