@@ -71,7 +71,7 @@ class PictureNet(nn.Module):
 
 # %% ../../nbs/crl/03_ppo.ipynb #0a7e1101
 def orthogonal_(net:PictureNet):
-    "Give a network orthogonal first weights, those of the actions' head a hundredth of the others, and no biases."
+    "Orthogonal initial weights with gain sqrt(2), 1 for the value's head and .01 for that of the actions; zero biases."
     for layer in [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]:
         nn.init.orthogonal_(layer.weight, {net.logits: .01, net.value: 1.}.get(layer, 2**.5))
         nn.init.zeros_(layer.bias)

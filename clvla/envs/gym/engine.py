@@ -41,6 +41,7 @@ def view_of(
 
 # %% ../../../nbs/envs/gym/04_engine.ipynb #300d486e
 successes = Registry("success rule of an engine",   # name -> function of reward, terminated and info, (n,) each
+    # rewarded: ends with a reward; level: Procgen says that a level was completed; told: the info says success
     never=lambda reward,terminated,info: np.zeros(len(reward), bool),
     rewarded=lambda reward,terminated,info: terminated & (reward > 0),
     level=lambda reward,terminated,info: info["prev_level_complete"].astype(bool),
@@ -62,7 +63,7 @@ class Engine:
         import envpool
         self.n,self.success = len(seeds),successes[spec.get("success", "never")]
         self.all = np.arange(self.n, dtype=np.int32)
-        seeds = [int(seed)%(2**31-1) for seed in seeds]   # EnvPool takes 32 bits
+        seeds = [int(seed)%(2**31-1) for seed in seeds]   # EnvPool takes 32 bits with a sign
         try: self.sim = envpool.make_gymnasium(spec["name"], num_envs=self.n, num_threads=threads, seed=seeds, **options_of(spec))
         except (AssertionError, TypeError, ValueError) as e: raise ValueError(f"EnvPool cannot make {spec['name']!r}: {e}") from e
         *_,(self.action_type,shape,*_) = self.sim._spec._action_spec
