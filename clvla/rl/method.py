@@ -70,7 +70,7 @@ def check_method(method:Method, cfg):
                          "stream with continuous actions")
     if cfg.head in heads and not method.fits(cfg.head):
         raise ValueError(f"{cfg.algo} needs draws, and head {cfg.head!r} has one answer to an observation; take algo "
-                         f"{method_for(cfg.head)!r} (-p algo {method_for(cfg.head)}), or head 'flow' where the model has it")
+                         f"{method_for(cfg.head)!r} (-p algo {method_for(cfg.head)}), or a head that draws where the model has one ({', '.join(h for h in heads if heads[h].needs_noise)})")
     if cfg.accumulation != 1 or cfg.precision != "no":
         raise ValueError(f"practice makes whole batches in float32, found accumulation {cfg.accumulation} and precision "
                          f"{cfg.precision!r}; set them to 1 and 'no'")

@@ -99,7 +99,7 @@ class TokenMethod(Method):
 @patch
 def check(self:TokenMethod, cfg):
     "ValueError for settings that a frozen policy or the actor's chunk cannot have."
-    check_base(cfg.model)   # what is a wrong policy altogether is said before what its head lacks
+    check_base(cfg.model)   # first: no head of a policy without tokens would do
     Method.check(self, cfg)
     if self.given and not kept_token(cfg): find_token(self.token)
     if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")

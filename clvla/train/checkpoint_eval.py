@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['load_point', 'cells_of', 'weights_of', 'plan_for', 'parts_of', 'batch_of', 'left_out', 'eval_cl', 'eval_named',
-           'player_of', 'begin_queue', 'evaluate', 'clocked']
+           'player_of', 'begin_queue', 'evaluate', 'on_selection', 'clocked']
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #dff15c38
 import os, time
@@ -13,6 +13,7 @@ from pathlib import Path
 from ..cl.base import prepare_stages
 from ..core.files import read_json, write_json
 from ..core.state import load_state
+from ..core.trials import trial_number
 from ..envs.all import kind_of
 from ..eval.metrics import JOINT, record_key
 from ..eval.neighbours import doubt
@@ -217,6 +218,18 @@ def _recorder(out:RunFolder, records:list, name:str, total:int):
         emit(phase="evaluation", task=name, done=len(records), total=total, seconds=time.monotonic()-start,
              success=sum(r["success"] for r in records)/len(records))
     return write
+
+# %% ../../nbs/train/06_checkpoint_eval.ipynb #e5e1ec71
+def on_selection(
+    run_dir,      # folder of a finished run
+    n_trials:int, # initial states of each task
+    say=len       # told what happens
+)->dict:          # task id -> a string of 0 and 1, one for each initial state
+    "Play a run's last checkpoint from the first initial states that are kept for selection."
+    cfg = EvalConfig(run_dir=str(run_dir), first_trial=trial_number("selection", 0), n_trials=n_trials, last_only=True)
+    won = {}
+    for r in sorted(eval_cl(cfg, say).episodes(), key=lambda r: r["trial"]): won[r["task"]] = won.get(r["task"], "")+"01"[r["success"]]
+    return won
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #e988d888
 @contextmanager
