@@ -40,7 +40,9 @@ class dropping:
     def __enter__(self): self.tokens.append(_seeds.set(self.seeds))
     def __exit__(self, *error): _seeds.reset(self.tokens.pop())
 
-def keep_seeds()->tuple: return nullcontext(),dropping(_seeds.get()) # the `context_fn` of torch's checkpoint
+def keep_seeds()->tuple:
+    "The `context_fn` of torch's checkpoint: layers that are computed again drop by the same seeds."
+    return nullcontext(),dropping(_seeds.get())
 
 # %% ../../nbs/policies/06_dropout.ipynb #d0600016
 class SampleDropout(nn.Module):

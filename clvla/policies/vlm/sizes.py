@@ -45,7 +45,9 @@ def counted(
     layers = sum(of.get(op, 0) for op in ("mm", "addmm", "convolution"))
     return layers,sum(of.values())-layers
 
-def meta(*shape, dtype=torch.float32)->Tensor: return torch.empty(*shape, device="meta", dtype=dtype)
+def meta(*shape, dtype=torch.float32)->Tensor:
+    "A tensor that has a shape and takes no memory."
+    return torch.empty(*shape, device="meta", dtype=dtype)
 
 # %% ../../../nbs/policies/vlm/10_sizes.ipynb #5e00000b
 def text(
