@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'VISIBLE', 'CHOSEN', 'RunConfig', 'table', 'hosts', 'world_of', 'threads_of', 'typed',
            'literal', 'value_of', 'make_config', 'settings_at', 'put_setting', 'owner_of', 'way_to', 'settings_of',
-           'arguments', 'setting_value', 'from_page', 'check_values', 'check_settings', 'check_machine', 'memory_gb',
-           'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus', 'use_gpus', 'with_folders',
-           'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice']
+           'arguments', 'setting_value', 'from_page', 'page_begins', 'check_values', 'check_settings', 'check_machine',
+           'memory_gb', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus', 'use_gpus',
+           'with_folders', 'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, math, os, sys
@@ -205,9 +205,21 @@ def from_page(
     names:dict, # `globals()` of the page
     seen:set    # names that were there before the parameters cell
 ):              # an instance of `cls`
-    "Build a config from what a page's parameters cells defined."
+    "Build a config from what a page's parameters cells defined; once a pass."
+    if "_parameters" in names:
+        raise ValueError("the parameters of this page were taken already; run the page again from its first cell (Run All), "
+                         "so that a parameter which you took out is not taken once more")
     given = {k: v for k,v in names.items() if k not in seen and not k.startswith("_") and k not in NOT_PARAMETERS}
+    names["_parameters"] = tuple(given)
     return make_config(cls, given)
+
+# %% ../../nbs/run/07_config.ipynb #1294a9c0
+def page_begins(
+    names:dict # `globals()` of the page
+)->set:        # names that are there before the parameters cell
+    "The first cell of a page: forget what an earlier pass through the page took as its parameters."
+    for k in names.pop("_parameters", ()): names.pop(k, None)
+    return set(names)
 
 # %% ../../nbs/run/07_config.ipynb #b0700013
 def check_values(
