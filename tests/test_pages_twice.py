@@ -99,3 +99,20 @@ def test_no_later_name_of_a_page_is_a_parameter(name):
     parameters = {"run_cl": TrainConfig, "run_rl": PracticeConfig, "run_crl": AgentConfig, "eval_cl": EvalConfig, "compare": CompareConfig}[name]
     names = {f.name for f in fields(parameters)} | set(re.findall(r"(?m)^(\w+) = ", next(c for c in cells if "algo = " in c or "runs = " in c or "run_dir = " in c)))
     assert len(names) > 4 and not given & names
+
+
+def test_a_figure_that_is_drawn_again_is_html():
+    "JupyterLab's Plotly extension draws an output of its own type once, and ignores the updates of it."
+    kernel = Kernel("run_cl")
+    with kernel.client.setup_kernel():
+        cell = nbformat.v4.new_code_cell("""import plotly.graph_objects as go
+from clvla.run.watch import Board
+from clvla.eval.plots import show_offline
+show_offline()
+board = Board()
+for y in (1, 2, 3): board.put("loss", go.Figure(go.Scatter(y=[y])))""")
+        kernel.nb.cells = [cell]
+        kernel.client.execute_cell(cell, 0)
+    script, figure = cell.outputs
+    assert sorted(figure.data) == ["text/html", "text/plain"] and figure.data["text/html"].count("Plotly.newPlot(") == 1
+    assert '"y":[3]' in figure.data["text/html"] and "Plotly" in script.data["text/html"]

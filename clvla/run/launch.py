@@ -22,12 +22,13 @@ def launch(
     *args,        # its arguments
     every=1.,     # seconds between two updates of the bars
     show=print,   # gets the child's plain lines
-    patience=1800 # seconds that the child may take to save after Ctrl-C; a run's are `60*cfg.timeout`
+    patience=1800,# seconds that the child may take to save after Ctrl-C; a run's are `60*cfg.timeout`
+    meanwhile=None# called about once a second while the child runs, to show what it has written
 ):
     "Run a module as a child and follow it; RunStopped when it was stopped, RuntimeError when it failed."
     kills = oom_kills()
     child = _start_child(module, args)
-    output = ChildOutput(child, show, _BarOutput(every))
+    output = ChildOutput(child, show, _BarOutput(every), meanwhile)
     try:
         output.follow()
         child.wait()
@@ -97,9 +98,10 @@ class ChildOutput:
     def __init__(self,
         child,    # a `subprocess.Popen` whose stdout is a pipe
         show,     # called with a plain line
-        progress  # called with a progress event
+        progress, # called with a progress event
+        meanwhile=None # called after each look at the pipe, about once a second
     ):
-        self.child,self.show,self.progress = child,show,progress
+        self.child,self.show,self.progress,self.meanwhile = child,show,progress,meanwhile
         self.lines,self.unfinished = deque(),b""   # read and not yet handed on; the bytes after the last newline
         self.last_lines = deque(maxlen=80)         # plain lines, for the error
         self.pipe = select.poll()
@@ -113,6 +115,7 @@ class ChildOutput:
         while goes_on and time.monotonic() < deadline:
             goes_on = self._read()
             while self.lines: self._hand_on(self.lines.popleft().decode(errors="replace").rstrip())
+            if self.meanwhile and goes_on: self.meanwhile()
 
     def _read(self)->bool:
         "Read what is in the pipe, or wait a second for it; False when the child prints no more."
