@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['IMAGE', 'IMAGES', 'STATE', 'ACTION', 'PAD', 'PROMPT', 'TASK_ID', 'INDEX', 'N_ACTIONS', 'closest', 'place', 'at_place',
-           'Registry', 'require']
+           'Registry', 'require', 'hub_errors']
 
 # %% ../../nbs/core/00_names.ipynb #600ca7fb
 import difflib, importlib, importlib.util, re, sys
@@ -94,3 +94,9 @@ def require(
     "Raise ImportError with the install command when `module` is not there."
     if importlib.util.find_spec(module) is None:
         raise ImportError(f"{module} is not installed, and this needs it: pip install 'clvla[{extra}]'")
+
+# %% ../../nbs/core/00_names.ipynb #b845ed2e
+def hub_errors()->tuple:
+    "What the client of the Hugging Face hub raises for networks, files and names."
+    from httpx import HTTPError   # the client brings it
+    return OSError,ValueError,RuntimeError,HTTPError

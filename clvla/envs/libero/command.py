@@ -8,7 +8,7 @@ __all__ = ['HUB', 'TASK', 'main', 'prepare', 'from_hub', 'draw', 'try_draw', 'ch
 # %% ../../../nbs/envs/libero/11_command.ipynb #e70313ec
 import argparse, os, signal, subprocess, sys
 from pathlib import Path
-from ...core.names import IMAGE, require
+from ...core.names import IMAGE, hub_errors, require
 from ...core.files import write_json
 from ..all import make_env
 from ..render import GL_LIBS, use_gl
@@ -64,7 +64,7 @@ def from_hub(say=print)->Path:
     from huggingface_hub import snapshot_download
     say(f"fetching {HUB[0]} from the hub, commit {HUB[1][:12]} (about 420 MB)")
     try: return Path(snapshot_download(HUB[0], repo_type="dataset", revision=HUB[1]))
-    except (OSError, ValueError, RuntimeError) as e:   # what the hub's client raises for networks, files and names
+    except hub_errors() as e:
         said = str(e).strip().partition("\n")[0]
         raise FileNotFoundError(f"could not fetch {HUB[0]} ({type(e).__name__}: {said}); "
                                 "without a network, name a folder or an archive: clvla-libero SOURCE") from e

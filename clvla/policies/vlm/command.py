@@ -9,7 +9,7 @@ __all__ = ['WANTED', 'families', 'look', 'fetch', 'check_hub', 'prepare', 'main'
 import argparse, sys
 from pathlib import Path
 from ...core.files import read_json, sha256
-from ...core.names import require
+from ...core.names import hub_errors, require
 from ..all import policies
 from ..base import arguments_of
 from .pretrained import DOCUMENTS, Folder, find_folder, models_home, open_folder
@@ -58,7 +58,7 @@ def fetch(
     except GatedRepoError as e:
         raise ValueError(f"{name} is given to those who have accepted its licence: accept it at https://huggingface.co/"
                          f"{name}, log in with 'hf auth login', and start this command again") from e
-    except (OSError, ValueError, RuntimeError) as e: # what the hub's client raises for networks, files and names
+    except hub_errors() as e:
         said = str(e).strip().partition("\n")[0]
         raise ValueError(f"could not fetch {name} ({type(e).__name__}: {said}). Is the name right, and is there a "
                          f"network? On a machine without one, copy the folder of another machine to {to}") from e
