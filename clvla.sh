@@ -2,7 +2,7 @@
 # Sets clvla up on a fresh Linux machine and runs it.
 #   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/page.ipynb -p algo mir
 #   ./clvla.sh test [pytest options]     all tests and every notebook of the library
-#   ./clvla.sh lab                       JupyterLab on nbs/
+#   ./clvla.sh lab [jupyter options]     JupyterLab on copies of the experiment pages in runs/pages, and on nbs/ beside them
 #   ./clvla.sh setup                     only make the environment
 # It makes a virtual environment in .venv (or $CLVLA_ENV) and, where they are missing and this user may, installs the
 # system packages libosmesa6, libegl1, libgl1, libglib2.0-0 (software rendering), g++ and make (two packages that LIBERO's
@@ -55,6 +55,16 @@ setup() {
   echo "$want" > "$ENV_DIR/.clvla"
 }
 
+copy_pages() {   # what a user runs and saves is a copy, so that no tracked page changes
+  local page copy
+  mkdir -p runs/pages
+  for page in run_cl run_rl run_crl eval_cl compare; do
+    copy=runs/pages/$page.ipynb
+    if [ ! -e "$copy" ]; then cp "nbs/$page.ipynb" "$copy"
+    elif [ "nbs/$page.ipynb" -nt "$copy" ]; then say "$copy is older than nbs/$page.ipynb; remove it to get the newer page"; fi
+  done
+}
+
 command=${1:-help}; shift || true
 case "$command" in
   setup) setup ;;
@@ -64,6 +74,7 @@ case "$command" in
     say "the executed page is runs/page.ipynb; the results are in the run folder that it names" ;;
   test) setup; "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
     -o tmp_path_retention_policy=failed "$@" tests ;;
-  lab) setup; "$ENV_DIR/bin/jupyter" lab nbs ;;
+  lab) setup; copy_pages
+    exec "$ENV_DIR/bin/jupyter" lab --ServerApp.root_dir="$PWD" --LabApp.default_url=/lab/tree/runs/pages/run_cl.ipynb "$@" ;;
   *) sed -n '2,9p' "$0" ; [ "$command" = help ] ;;
 esac

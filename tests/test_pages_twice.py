@@ -1,7 +1,11 @@
 "Each experiment page, run twice in one kernel with other parameters in between: the second pass has the second values."
 import ast
+import hashlib
 import json
+import os
 import re
+import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -116,3 +120,22 @@ for y in (1, 2, 3): board.put("loss", go.Figure(go.Scatter(y=[y])))""")
     script, figure = cell.outputs
     assert sorted(figure.data) == ["text/html", "text/plain"] and figure.data["text/html"].count("Plotly.newPlot(") == 1
     assert '"y":[3]' in figure.data["text/html"] and "Plotly" in script.data["text/html"]
+
+
+def test_lab_opens_copies_and_passes_its_options_on(tmp_path):
+    "Options reach Jupyter, Jupyter takes the script's place (a signal ends it), and no tracked page is opened."
+    (tmp_path/"nbs").mkdir()
+    (tmp_path/"env/bin").mkdir(parents=True)
+    for name in ("clvla.sh", "settings.ini", "setup.py", *(f"nbs/{p}.ipynb" for p in (*SETTINGS, "eval_cl", "compare"))):
+        shutil.copy(ROOT/name, tmp_path/name)
+    want = hashlib.sha256((ROOT/"settings.ini").read_bytes()+(ROOT/"setup.py").read_bytes()).hexdigest()[:16]
+    (tmp_path/"env/.clvla").write_text(want+"\n")
+    jupyter = tmp_path/"env/bin/jupyter"
+    jupyter.write_text('#!/bin/sh\necho "$$" "$@"\n')
+    jupyter.chmod(0o755)
+    p = subprocess.Popen(["bash", "clvla.sh", "lab", "--no-browser", "--port", "9"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                         env=os.environ | dict(CLVLA_ENV=str(tmp_path/"env")))
+    words = p.communicate(timeout=60)[0].split()
+    assert words[0] == str(p.pid) and words[1] == "lab" and words[-3:] == ["--no-browser", "--port", "9"]
+    assert f"--ServerApp.root_dir={tmp_path}" in words and any(w.endswith("/lab/tree/runs/pages/run_cl.ipynb") for w in words)
+    assert sorted(p.stem for p in (tmp_path/"runs/pages").iterdir()) == sorted([*SETTINGS, "eval_cl", "compare"])
