@@ -95,7 +95,7 @@ def test_status_tells_how_it_stands(tmp_path):
     run = RunFolder(tmp_path/"run")
     assert run.status == "new"
     begun(tmp_path/"run")
-    assert run.status == "interrupted"
+    assert run.status == "waiting"
     run.note_stopped(stage=0, step=3)
     assert run.status == "stopped"
     try: raise OSError("No space left")

@@ -165,11 +165,14 @@ def check_free(self:RunFolder):
 # %% ../../nbs/run/00_folder.ipynb #ba476702
 @patch(as_prop=True)
 def status(self:RunFolder)->str:
-    "new, running, stopped, failed, interrupted or done."
+    "new, waiting (begun and never started), running, stopped, failed, interrupted or done."
     if not (self.path/"config.json").exists(): return "new"
     if self.done: return "done"
     if self.holder: return "running"
-    return next((end for end in ("failed", "stopped") if (self.path/f"{end}.json").exists()), "interrupted")
+    end = next((end for end in ("failed", "stopped") if (self.path/f"{end}.json").exists()), None)
+    if end: return end
+    was_started = self.has_results or any((self.path/name).exists() for name in ("run.lock", "console.txt"))
+    return "interrupted" if was_started else "waiting"
 
 @patch(as_prop=True)
 def interruption(self:RunFolder)->str:

@@ -53,7 +53,7 @@ class Run:
 
     @property
     def status(self)->str:
-        "starting, running, stopped, failed, interrupted or done."
+        "waiting, starting, running, stopped, failed, interrupted or done."
         status = self.folder.status
         self.read_console()
         if status in ("running", "done") or not self._started or not is_alive(self._started): return status
@@ -208,6 +208,12 @@ class Drawing:
         "Leave a line in the place of each figure."
         for name in self.run.live_plots():
             if name in self.board.handles: self.board.put(name, Text(f"{name}: below, whole"))
+
+@patch(as_prop=True)
+def hint(self:Run)->str:
+    "What to do in a tab that was closed and opened again: JupyterLab keeps what it showed, and shows nothing newer."
+    return ("if you close this tab, follow the run in any notebook: "
+            f"from clvla.run.watch import Run; Run.open({str(self.path.resolve())!r}).follow()")
 
 @patch
 def follow(self:Run,
