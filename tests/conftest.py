@@ -30,7 +30,7 @@ def shared_data(tmp_path_factory):
 
 @pytest.fixture(params=["far", "cuda"])
 def device(request):
-    "The pretended GPU, and a real one where there is one."
+    "The pretended GPU, and a real one where there is one; a test file that asks for it imports `far` at its top."
     import far
     if why := far.unfit(request.param): pytest.skip(why)
     with far.device(request.param) as there: yield there

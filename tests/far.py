@@ -12,16 +12,17 @@ Autocast, pinned memory, streams, several devices, and the GPU's own kernels are
         update(policy.to(there))
     assert seen.waits.total() <= 20, seen
 
-A process registers the backend when it first needs it, and keeps it.
+A process registers the backend when it imports this module, and keeps it: torch counts its devices at the first backward, and a device
+that comes later has no thread for its own. So tests import it when they are collected, not where they use it.
 """
 import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from importlib import import_module
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -290,7 +291,6 @@ NAMED = """copy_ _to_copy fill_ lift_fresh empty empty_strided arange linspace l
     randint randperm tril_indices triu_indices""".split()
 
 
-@cache
 def register():
     "Make the device known to torch; once in a process."
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -302,6 +302,9 @@ def register():
             name = op._schema.name.removeprefix("aten::")+("" if op._overloadname == "default" else f".{op._overloadname}")
             named.impl(name, lambda *args, op=op, **kwargs: run(op, args, kwargs), "PrivateUse1")
     return rest,named   # torch forgets what is not kept
+
+
+libraries = register() if not unfit() else None
 
 
 @contextmanager
@@ -320,12 +323,13 @@ def device(name: str = "far"):
     if name != "far":
         yield torch.device(name, 0)
         return
-    register()
     future = torch.__future__
     swap = future.get_swap_module_params_on_conversion()
     future.set_swap_module_params_on_conversion(True)   # `.to` keeps a parameter's identity, as it does for a GPU
     try:
-        with replaced((torch, "inference_mode", lambda mode=True: torch.no_grad())): yield torch.device("far", 0)
+        # attention by the plain formula on the CPU, too: what differs then is the device's doing
+        with sdpa_kernel(SDPBackend.MATH), replaced((torch, "inference_mode", lambda mode=True: torch.no_grad())):
+            yield torch.device("far", 0)
     finally: future.set_swap_module_params_on_conversion(swap)
 
 
