@@ -1,4 +1,4 @@
-"Each algorithm of the menu on a device, pretended or real: two short stages, stored and loaded three times on the way, with the CPU's losses."
+"Each algorithm and agent of the menus on a device, pretended or real: two short stages, stored and loaded on the way, with the CPU's losses."
 import gc
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,6 +12,8 @@ from clvla.cl.quick import QuickData
 from clvla.core.batch import to_device, torch_rng
 from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
 from clvla.core.state import load_state, save_state
+from clvla.crl.all import make_agent, make_cl
+from clvla.crl.experiment import Spaces
 from clvla.policies.all import make_policy
 from clvla.run.stop import Stopped
 from clvla.train.config import TrainConfig
@@ -119,3 +121,61 @@ def test_an_algorithm_is_the_same_on_a_device(name, kw, device, tmp_path):
     tolerance = 1e-5 if device.type == "far" else 1e-3   # a GPU adds in another order
     for a,b in zip(here, there): assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=tolerance, atol=tolerance), (a, b)
     if device.type == "far": assert seen.kernels and not seen.draws, seen   # it did run there; no number is drawn there
+
+
+# --- agents, and what keeps them from forgetting
+AGENT = dict(n_envs=4, horizon=6)
+AGENTS = {"ppo": ("ppo", AGENT, "none", {}), "impala": ("impala", AGENT | dict(lag=2), "none", {}), "clear": ("clear", AGENT | dict(frames=60), "none", {}),
+          "progress_compress": ("progress_compress", AGENT | dict(fisher_steps=20), "none", {}),
+          "sane": ("sane", AGENT | dict(frames=60, hold=9), "none", {}), "ppo-ewc": ("ppo", AGENT, "ewc", dict(fisher_steps=20)),
+          "impala-online_ewc": ("impala", AGENT, "online_ewc", dict(fisher_steps=20))}
+
+
+def rollout(k: int, T: int = 6, N: int = 4, A: int = 3) -> dict:
+    "What four environments with pictures of 8 pixels gave in six steps."
+    g = torch_rng(k, "rollout")
+    obs = dict(image=torch.randint(0, 255, (T, N, 8, 8, 3), dtype=torch.uint8, generator=g), state=torch.randn(T, N, 2, generator=g),
+               n_actions=torch.full((T, N), A))
+    logps, action, never = torch.randn(T, N, A, generator=g).log_softmax(2), torch.randint(A, (T, N), generator=g), torch.zeros(T, N, dtype=torch.bool)
+    return obs | dict(action=action, logps=logps, logp=logps.gather(2, action[..., None])[..., 0], v=torch.zeros(T, N), terminated=never,
+                      reward=torch.randn(T, N, generator=g), truncated=never.clone(), cut={k: v[-1] for k,v in obs.items()},
+                      cut_at=torch.tensor([(T-1, e) for e in range(N)]))
+
+
+def learnt(case: str, device, path, stores: bool) -> list:
+    "Numbers of four updates and of what the agent then does; `stores`: each behind a file."
+    name, kw, cl_name, cl_kw = AGENTS[case]
+
+    def built():
+        agent, cl = make_agent(name, 0, **kw), make_cl(cl_name, **cl_kw)
+        agent.build(None, Spaces(image_size=8, state=2, n_actions=dict(a=3)), device)
+        if cl_name != "none": cl.bind(agent)
+        if name == "ppo": agent.learner.max_drift = None   # these probabilities are nobody's
+        return agent, cl
+    (agent, cl), found = built(), []
+    for t in (0, 1):
+        stage = SimpleNamespace(t=t, task_id=f"task{t}", steps=48)
+        agent.on_task_start(stage)
+        starts = {k: v[0] for k,v in rollout(t).items() if k in ("image", "state", "n_actions")}
+        agent.on_starts(starts)
+        for k in (0, 1):
+            found.append(agent.learn(rollout(2*t+k)))
+            cl.observe(rollout(2*t+k))
+            if stores:
+                save_state(path/"agent.safetensors", dict(agent=agent.state_dict(), cl=cl.state_dict()))
+                state, (agent, cl) = load_state(path/"agent.safetensors"), built()
+                agent.load_state_dict(state["agent"])
+                cl.load_state_dict(state["cl"])
+        agent.on_task_end(stage)
+        cl.on_task_end(stage)
+        agent.on_starts(starts, evaluation=True)
+        found.append(dict(action=agent.predict(starts, torch.linspace(.1, .9, 4))["action"].float().mean().item()))
+    return found
+
+
+@pytest.mark.parametrize("case", AGENTS)
+def test_an_agent_is_the_same_on_a_device(case, device, tmp_path):
+    here, there = learnt(case, "cpu", tmp_path, False), learnt(case, device, tmp_path, True)
+    close = dict(rel=1e-5, abs=1e-5) if device.type == "far" else dict(rel=1e-3, abs=1e-3)
+    assert len(here) == 6
+    for a,b in zip(here, there): assert {k: float(v) for k,v in a.items()} == pytest.approx({k: float(v) for k,v in b.items()}, nan_ok=True, **close)
