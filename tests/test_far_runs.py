@@ -142,13 +142,17 @@ def flash(monkeypatch):
 
 
 class Trunk(torch.nn.Module):
-    "What of a trunk is asked: its weights' place, and how it computes attention."
+    "What of a trunk is asked: its weights' place, and how each part computes attention, set as transformers' models set it."
     def __init__(self, place):
         super().__init__()
-        self.place, self.config = torch.device(place), SimpleNamespace(_attn_implementation="sdpa")
+        part = lambda: SimpleNamespace(_attn_implementation="sdpa", sub_configs={})
+        self.place, self.config = torch.device(place), part()
+        self.config.sub_configs = dict(text_config=object, vision_config=object)
+        self.config.text_config, self.config.vision_config = part(), part()
     def parameters(self): return iter([SimpleNamespace(device=self.place)])
-    def set_attn_implementation(self, how): self.config._attn_implementation = how
-    def forward(self): return self.config._attn_implementation
+    def set_attn_implementation(self, how):
+        for name, value in how.items(): (getattr(self.config, name) if name else self.config)._attn_implementation = value
+    def forward(self): return [c._attn_implementation for c in (self.config, self.config.text_config, self.config.vision_config)]
 
 
 def test_attention_follows_the_weights(flash):
@@ -156,15 +160,17 @@ def test_attention_follows_the_weights(flash):
     assert choose_attention("", Qwen.stock, "bfloat16", True) == "sdpa"   # a policy is built on the CPU
     trunk = Trunk("cpu")
     watch_attention(trunk, "", Qwen.stock, "bfloat16", True, heard.append)
-    assert trunk() == "sdpa" and not heard
+    assert trunk() == ["sdpa"]*3 and not heard
     trunk.place = torch.device("cuda:0")
-    assert trunk() == FLASH and trunk() == FLASH and len(heard) == 1 and "cuda:0" in heard[0]
+    assert trunk() == [FLASH]*3 == trunk() and len(heard) == 1 and "cuda:0" in heard[0]
     trunk.place = torch.device("cpu")
-    assert trunk() == "sdpa"
+    assert trunk() == ["sdpa"]*3
+    trunk.place, trunk.config.vision_config._attn_implementation = torch.device("cuda:0"), "by windows"
+    assert trunk() == [FLASH, FLASH, "by windows"]
     for asked, dtype, published in (("eager", "bfloat16", True), ("", "float32", True), ("", "bfloat16", False)):
         other = Trunk("cuda:0")
         watch_attention(other, asked, Qwen.stock, dtype, published, heard.append)
-        assert other() == "sdpa"   # nobody changes what was chosen for it
+        assert other() == ["sdpa"]*3   # nobody changes what was chosen for it
     asked = Trunk("cpu")
     watch_attention(asked, FLASH, Qwen.stock, "bfloat16", True)
     with pytest.raises(ValueError, match="needs a GPU, and the weights of Trunk lie on the CPU"): asked()

@@ -144,7 +144,7 @@ def load_state_dict(self:Engine, params:dict, state:dict):
     self.reset()
     for n,moments in state.items():
         p = params[n]
-        there = {k: device_of_step(p, self.group(p)) if k == "step" else p.device for k in moments}
+        there = {k: device_of_step(p, self.group(p) or {}) if k == "step" else p.device for k in moments}
         self.raw.state[p] = {k: v.to(there[k]) if torch.is_tensor(v) else v for k,v in moments.items()}
 
 # %% ../../nbs/cl/01_engine.ipynb #6487ee90

@@ -225,14 +225,18 @@ def choose_attention(
     there = torch.device(device).type == "cuda"
     return asked or (FLASH if can and published and not trouble and there else "sdpa")
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #a827309f
 class FollowDevice:
     "Before a call of a trunk: flash-attn while its weights lie on a GPU, sdpa where they do not."
     def __init__(self, say=print): self.say = say
     def __call__(self, vlm, *args):
         device = next(vlm.parameters()).device
-        how,now = FLASH if device.type == "cuda" else "sdpa",vlm.config._attn_implementation
-        if how == now: return
-        vlm.set_attn_implementation(how)
+        how,other = (FLASH, "sdpa") if device.type == "cuda" else ("sdpa", FLASH)
+        parts = {"": vlm.config} | {name: getattr(vlm.config, name) for name in vlm.config.sub_configs}
+        # a part that attends in another way (a vision tower by its windows) keeps it
+        changed = {name: how for name,config in parts.items() if config._attn_implementation == other}
+        if not changed: return
+        vlm.set_attn_implementation(changed)
         self.say(f"attention is {how}: the weights of {type(vlm).__name__} lie on {device}")
 
 def refuse_cpu(vlm, *args):
