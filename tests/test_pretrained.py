@@ -163,7 +163,8 @@ def test_a_flash_attn_that_does_not_import_is_named(tmp_path, monkeypatch):
     (tmp_path/"flash_attn.py").write_text("")
     monkeypatch.delitem(pretrained.importlib.import_module("sys").modules, "flash_attn", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [choose_attention("", known, dtype, True) for dtype in ("bfloat16", "float32")] == ["flash_attention_2", "sdpa"]
+    on_gpu = lambda dtype: choose_attention("", known, dtype, True, device="cuda:1")
+    assert (on_gpu("bfloat16"), on_gpu("float32"), choose_attention("", known, "bfloat16", True)) == ("flash_attention_2", "sdpa", "sdpa")
 
 
 # --- the published names and shapes

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch import nn
 from torch.nn.functional import gelu
 from .base import CLAlgorithm, check_choice, check_count
-from .task_lora import refuse_lora
+from .task_lora import Beside, refuse_lora
 from ..core.batch import torch_rng
 
 # %% ../../nbs/cl/29_dwe.ipynb #29b09fb7
@@ -28,7 +28,7 @@ class Units(nn.Module):
         for p in self.read.parameters(): nn.init.uniform_(p, -bound, bound, generator=generator)
         nn.init.zeros_(self.write.weight)
 
-class Grown(nn.Module):
+class Grown(Beside):
     "A linear layer with the units of several stages beside it (eq. 1)."
     def __init__(self, base:nn.Linear):
         super().__init__()

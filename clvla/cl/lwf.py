@@ -60,7 +60,8 @@ def answers(
 )->dict:          # `pred` and `pooled`
     "What the policy puts out with other weights, in evaluation mode."
     training,params = [m for m in policy.modules() if m.training],dict(policy.named_parameters())
-    weights = {k: x.detach().requires_grad_(k in params) for k,x in weights.items()}
+    own = params | dict(policy.named_buffers())   # tied weights under their first name, as functional_call wants them
+    weights = {k: x.detach().requires_grad_(k in params) for k,x in weights.items() if k in own}
     policy.train(False)
     try: return {k: x.detach() for k,x in functional_call(policy, weights, (batch,), given)[1].items()}
     finally:

@@ -63,10 +63,15 @@ def matrices(policy:nn.Module)->dict:
 @patch
 def after_backward(self:PackNet, ctx):
     "Only weights that this task may move have a gradient."
-    self.owner = {n: owner.to(ctx.device) for n,owner in self.owner.items()}
+    self.bring(ctx)
     params = ctx.params()
     ctx.set_grads([g*self.open(n) if n in self.owner else g for n,g in zip(params, ctx.grads())])
     self.before = {n: params[n].detach().clone() for n in self.owner}
+
+@patch
+def bring(self:PackNet, ctx):
+    "Owners lie where the policy lies, also those that come from a file."
+    self.owner = {n: owner.to(ctx.device) for n,owner in self.owner.items()}
 
 @patch
 def open(self:PackNet, name:str)->Tensor:
@@ -108,6 +113,7 @@ def clear(self:PackNet,
 @patch
 def on_task_end(self:PackNet, ctx):
     "Prune, where that was not done inside the task, and leave the free weights and all moments at zero."
+    self.bring(ctx)   # a run that goes on behind the last update begins here
     if not self.pruned: self.prune(ctx)
     self.clear(ctx, 0)
 

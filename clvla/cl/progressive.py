@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from .base import CLAlgorithm
-from .task_lora import Adapted, check_rank, check_settings, refuse_lora, trained_set, write_set
+from .task_lora import Adapted, Beside, check_rank, check_settings, refuse_lora, trained_set, write_set
 from ..core.batch import torch_rng
 
 # %% ../../nbs/cl/33_progressive.ipynb #f9b6d84c
@@ -23,7 +23,7 @@ class Column(nn.Module):
         self.A,self.B = adapted.A,adapted.B
         self.lateral = nn.Parameter(self.A.weight.new_zeros(n_before, len(self.A.weight))) if n_before else ()
 
-class Columns(nn.Module):
+class Columns(Beside):
     "A linear layer with the adapters of several stages beside it (eq. 1)."
     def __init__(self, base:nn.Linear, rank:int, alpha:float):
         super().__init__()

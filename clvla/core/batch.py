@@ -40,9 +40,18 @@ def cat(
     join = lambda vs: torch.cat(vs) if torch.is_tensor(vs[0]) else [x for v in vs for x in v]
     return {k: join([b[k] for b in batches]) for k in batches[0]}
 
-def to_device(batch:dict, device)->dict:
-    "The batch with its tensors on `device`; lists stay."
-    return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k,v in batch.items()}
+def to_device(
+    batch:dict, # tensors, also in dicts and lists inside it; anything else stays
+    device
+)->dict:
+    "The batch with its tensors on `device`; they hold their values when this returns."
+    # a copy to the CPU that nobody waits for is read before it has arrived; one to a GPU waits in the GPU's own queue
+    send = dict(device=device, non_blocking=torch.device(device).type != "cpu")
+    def moved(v):
+        if torch.is_tensor(v): return v.to(**send)
+        if isinstance(v, dict): return {k: moved(x) for k,x in v.items()}
+        return [moved(x) for x in v] if isinstance(v, list) else v
+    return moved(batch)
 
 # %% ../../nbs/core/04_batch.ipynb #4928c728
 def torch_rng(seed:int, *purpose)->torch.Generator:

@@ -80,11 +80,12 @@ class TaskLoader:
         seed:int,               # the run's seed
         purpose:str="train",    # loaders for different purposes shuffle independently
         rank:int=0, world:int=1,# of `world` processes, number `rank` gets every `world`-th sample of each batch
-        prefetch:int=0          # batches that a thread prepares ahead of `next`; 0: none, and no thread
+        prefetch:int=0,         # batches that a thread prepares ahead of `next`; 0: none, and no thread
+        device="cpu"            # where they will be needed; for a GPU, what is prepared ahead lies in pinned memory
     ):
         if not task_ids: raise ValueError("a loader needs at least one task, found none")
         self.data,self.task_ids,self.seed,self.purpose = data,list(task_ids),seed,purpose
-        self.rank,self.world,self.prefetch = rank,world,prefetch
+        self.rank,self.world,self.prefetch,self.device = rank,world,prefetch,torch.device(device)
         self.starts = np.cumsum([0]+[data.n_frames(k) for k in task_ids])
         self.epoch,self.position = 0,0
         self._order,self._ahead,self._thread = (None, None),deque(),None
@@ -164,11 +165,12 @@ def sample_batches(self:TaskLoader,
 # %% ../../nbs/data/03_loader.ipynb #a88ef957
 def fetch_pinned(
     data:TaskData,
-    refs:list # of (task id, frame number)
-)->dict:      # the processed batch; its tensors in pinned memory where there is a GPU
+    refs:list,  # of (task id, frame number)
+    device="cpu"# that trains
+)->dict:        # the processed batch; its tensors in pinned memory for a GPU
     "Fetch a batch for the device that trains."
     batch = data.fetch_refs(refs)
-    if not torch.cuda.is_available(): return batch
+    if torch.device(device).type != "cuda": return batch   # a run on the CPU does not begin to use the machine's GPU
     return {k: v.pin_memory() if torch.is_tensor(v) else v for k,v in batch.items()}
 
 def next_ahead(
@@ -182,7 +184,7 @@ def next_ahead(
     while len(ahead) <= loader.prefetch:
         start = ahead[-1][2] if ahead else here
         names,*end = loader.refs_from(*start, n)
-        fetched = loader._thread.submit(fetch_pinned, loader.data, names[loader.rank::loader.world])
+        fetched = loader._thread.submit(fetch_pinned, loader.data, names[loader.rank::loader.world], loader.device)
         ahead.append((start, n, tuple(end), fetched))
     *_,end,fetched = ahead.popleft()
     batch = fetched.result()

@@ -9,7 +9,7 @@ __all__ = ['State', 'state_at', 'draw_chunks', 'play_on', 'value_of_choice', 'ce
 from dataclasses import dataclass
 import numpy as np
 import torch
-from ..core.batch import torch_rng
+from ..core.batch import to_device, torch_rng
 from ..core.names import PROMPT, TASK_ID
 from ..eval.call import predict
 from ..eval.rows import Row
@@ -47,10 +47,11 @@ def draw_chunks(
     obs:dict,  # one observation, as the environment gives it
     K:int,     # draws
     generator  # torch generator of their noise
-)->tuple:      # (K,H,A) normalised tensor, (K,H,A) array in the environment's units
+)->tuple:      # (K,H,A) normalised tensor on the CPU, (K,H,A) array in the environment's units
     "Chunks that the policy may play here."
     raw = {k: np.stack([v]) for k,v in obs.items()} | {PROMPT: [task.prompt], TASK_ID: [task.id]}
-    with torch.inference_mode(): chunks = policy.predict_chunk(processor.obs(raw), n=K, generator=generator)[0].float()
+    seen = to_device(processor.obs(raw), next(policy.parameters()).device)
+    with torch.inference_mode(): chunks = policy.predict_chunk(seen, n=K, generator=generator)[0].float().cpu()
     return chunks.clone(),processor.unnormalise(chunks).numpy()
 
 class _Branch:

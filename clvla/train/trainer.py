@@ -88,6 +88,8 @@ class Trainer:
         self.progress = progress or (lambda **event: None)
         self.acc = acc or make_accelerator(cfg)
         self.rank,self.world = self.acc.process_index,self.acc.num_processes
+        # from here on it lies where the run computes, also in an evaluation before training; zero3's engine shares it out
+        if cfg.strategy != "zero3": policy.to(self.acc.device)
         self.noise = torch_rng(cfg.seed, "train", "noise")
         self.t = self.prepared = 0        # stages that are finished; stages that `algo.prepare` was called for
         self.n_steps = 0                  # updates of this stage
@@ -164,12 +166,14 @@ def begin(self:Trainer,
     name:str       # task id, or "joint"
 ):
     "Make loader, context, average and early stopping of a stage."
-    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch)
+    engine = self.engine   # made first, since it moves the weights to the run's device, and the average copies them
+    loader = TaskLoader(self.data, task_ids, self.cfg.seed, f"train-{t}", self.rank, self.world, self.cfg.prefetch,
+                        self.acc.device)
     self.ema = EMA(self.policy, self.cfg.ema) if self.cfg.ema else None
     self.stopping = Stopping(self.cfg.patience, self.cfg.look_every) if self.cfg.patience else None
     ctx = CLContext(policy=self.policy, stream=self.stream, data=self.data, loader=loader, seed=self.cfg.seed,
                     task_id=name, t=t, n_steps=self.n_steps, average=self.ema)
-    self.loop = Loop(ctx, self.engine, self.noise, guard=self.look)
+    self.loop = Loop(ctx, engine, self.noise, guard=self.look)
 
 # %% ../../nbs/train/01_trainer.ipynb #dc3e1a5b
 @patch

@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from torch.nn.functional import pad
-from ..cl.engine import Engine
+from ..cl.engine import Engine, device_of_step
 from ..core.names import require
 
 # %% ../../nbs/train/02_zero.ipynb #a5f75f13
@@ -237,8 +237,9 @@ def make_room(self:ZeroEngine, params:dict, state:dict):
         steps = sorted({float(s["step"]) for n,s in state.items() if self.piece[params[n]] is q}) or [0.]
         if len(steps) > 1: raise ValueError("ZeRO counts the updates of a group of parameters together, the stored "
             f"optimizer has counts of {steps} in one group; load it with the plain engine, strategy='ddp'")
+        place = device_of_step(q, self.raw.defaults)
         for k,v in next(iter(state.values())).items():
-            self.raw.state[q].setdefault(k, torch.zeros_like(v if k == "step" else q))
+            self.raw.state[q].setdefault(k, torch.zeros_like(v, device=place) if k == "step" else torch.zeros_like(q))
         self.raw.state[q]["step"].fill_(steps[0])
     self.link()
 

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ATTENTIONS', 'FLASH', 'AGAIN', 'TOKENIZER', 'PICTURES', 'DOCUMENTS', 'DTYPES', 'Stock', 'models_home', 'hub_cache',
            'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'stock_class', 'quiet', 'abi',
-           'flash_trouble', 'choose_attention', 'check_settings', 'check_modules']
+           'flash_trouble', 'choose_attention', 'FollowDevice', 'refuse_cpu', 'watch_attention', 'check_settings',
+           'check_modules']
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000003
 import importlib, importlib.util, json, math, os
@@ -212,7 +213,8 @@ def choose_attention(
     stock:Stock|None, # what the family can
     dtype:str,        # of the weights
     published:bool,   # are they published ones? A tiny trunk takes sdpa
-    say=print         # told of a flash-attn that does not import
+    say=print,        # told of a flash-attn that does not import
+    device="cpu"      # where the weights lie; a policy is built on the CPU
 )->str:               # transformers' name
     "How attention is computed; ValueError where it cannot be computed as was asked."
     can = FLASH in (stock.attentions if stock else ATTENTIONS)
@@ -220,7 +222,38 @@ def choose_attention(
     if asked == FLASH and trouble:
         raise ValueError(f"attention {FLASH!r} cannot be used: {trouble}; set attention to 'sdpa'")
     if "not import" in trouble: say(f"attention is sdpa: {trouble}")
-    return asked or (FLASH if can and published and not trouble else "sdpa")
+    there = torch.device(device).type == "cuda"
+    return asked or (FLASH if can and published and not trouble and there else "sdpa")
+
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #a827309f
+class FollowDevice:
+    "Before a call of a trunk: flash-attn while its weights lie on a GPU, sdpa where they do not."
+    def __init__(self, say=print): self.say = say
+    def __call__(self, vlm, *args):
+        device = next(vlm.parameters()).device
+        how,other = (FLASH, "sdpa") if device.type == "cuda" else ("sdpa", FLASH)
+        parts = {"": vlm.config} | {name: getattr(vlm.config, name) for name in vlm.config.sub_configs}
+        # a part that attends in another way (a vision tower by its windows) keeps it
+        changed = {name: how for name,config in parts.items() if config._attn_implementation == other}
+        if not changed: return
+        vlm.set_attn_implementation(changed)
+        self.say(f"attention is {how}: the weights of {type(vlm).__name__} lie on {device}")
+
+def refuse_cpu(vlm, *args):
+    "ValueError where flash-attn was asked for and the weights lie on the CPU; called before the trunk."
+    if next(vlm.parameters()).device.type == "cpu":
+        raise ValueError(f"attention is {FLASH!r}, which needs a GPU, and the weights of {type(vlm).__name__} lie on the "
+                         "CPU; set attention to 'sdpa', or leave it out, which takes what suits the device")
+
+def watch_attention(
+    vlm,     # a trunk
+    asked:str, stock, dtype:str, published:bool, # as in `choose_attention`
+    say=print # told of a change
+):
+    "Let a trunk's attention suit the device that it lies on when it is called, since a run moves it after it was built."
+    if asked == FLASH: vlm.register_forward_pre_hook(refuse_cpu)
+    elif choose_attention(asked, stock, dtype, published, lambda line: None, "cuda") == FLASH:
+        vlm.register_forward_pre_hook(FollowDevice(say))
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000021
 @patch

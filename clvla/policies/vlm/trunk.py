@@ -17,7 +17,7 @@ from ..base import Policy, camera_pixels, check_obs
 from ..dropout import keep_seeds
 from ..heads import check_head
 from .pretrained import (Folder, check_modules, check_settings, choose_attention, find_folder,
-                                           open_folder)
+                                           open_folder, watch_attention)
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00008
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +227,7 @@ def trunk_of(self:VLM, folder:Folder|None)->nn.Module:
     if folder is None: vlm = self.make_vlm(self.pixels)
     else: vlm = folder.empty(how) if on_meta() else folder.load(dtype, how)
     if folder is None and how != "sdpa": vlm.set_attn_implementation(how)
+    watch_attention(vlm, c.get("attention", ""), self.stock, dtype, folder is not None)
     for name in c.get("freeze", ()): vlm.get_submodule(name).requires_grad_(False)
     if c.get("checkpointing"): vlm.activation_checkpointing_enable(dict(use_reentrant=False, context_fn=keep_seeds))
     return vlm
