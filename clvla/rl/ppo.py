@@ -206,7 +206,7 @@ def check_ends(
     if ((mask < 0) | (mask > 1)).any():
         raise ValueError("mask must lie in [0,1]: gamma**m, or 0 at a terminated end; found "
                          f"{mask.min():g} to {mask.max():g}")
-    if mask.any() and (wrong := (mask == 0) & ~done).any():   # all 0: gamma is
+    if (wrong := (mask == 0) & ~done).any():
         raise ValueError(f"chunk {wrong.nonzero()[0].item()} ends its episode (mask 0) and done says that it goes on")
 
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b229

@@ -46,5 +46,5 @@ def check_vtrace(mask:Tensor, done:Tensor, rho:float, c:float, lam:float):
     if done.dtype != torch.bool: raise ValueError(f"done must be bool, found {done.dtype}; use done.bool()")
     if ((mask < 0) | (mask > 1)).any():
         raise ValueError(f"mask must lie in [0,1]: gamma, or 0 at a terminated end; found {mask.min():g} to {mask.max():g}")
-    if mask.any() and (wrong := (mask == 0) & ~done).any():   # all 0: gamma is
+    if (wrong := (mask == 0) & ~done).any():
         raise ValueError(f"step {wrong.nonzero()[0].tolist()} ends its episode (mask 0) and done says that it goes on")
