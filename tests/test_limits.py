@@ -263,3 +263,27 @@ def test_limits_that_contradict_or_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="two time limits"): Engine(two, [0])
     with pytest.raises(ValueError, match="give its spec max_steps"): Engine(dict(name="BabyAI-GoToObj-v0"), [0])
     assert limit_of(dict(name="ClimberEasy-v0", make=dict(max_episode_steps=9))) == 9
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_success_before_the_last_step_counts_for_the_episode(engine):
+    "Meta-World's goes on behind a success: an episode that has had one is a success in training, as in evaluation."
+    import torch
+    from clvla.crl.engine import EngineLanes
+    from clvla.crl.runner import Lanes
+    from clvla.envs.gym.engine import Engine
+    spec = dict(kind="arm", name="MetaWorld/Reach-v3", success="told", max_steps=5, make=dict(partially_observable=False))
+
+    def once(self, actions, ids=None):
+        *seen, outcome = step(self, actions, ids)
+        count[0] += 1
+        return *seen, outcome | dict(success=np.full(len(outcome["success"]), count[0] == 2))
+    step, count = Engine.step, [0]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Engine, "step", once)
+        lanes = EngineLanes(spec, 1) if engine else Lanes(spec, 1, 0)
+        agent = Walk([0])
+        agent.act = lambda obs, draws: dict(action=torch.zeros(1, 4))
+        lanes.play(agent, 10, torch.Generator())
+    assert [f["success"] for f in lanes.take_finished()] == [True, False]
+    lanes.close()

@@ -340,3 +340,25 @@ def test_a_success_that_ends_no_episode_is_credited_to_its_own_step():
         one, other = (transitions(e.at, e.success_reward, e.ended, 8, .9) for e in (a, b))
         assert all(np.array_equal(one[k], other[k]) for k in other)
     assert {e.n_steps % 8 for e in found[True] if e.success} - {0}   # inside a chunk
+
+
+def test_tasks_of_other_lengths_have_equal_shares_of_the_draws():
+    "Ten successes of 30 to 48 steps beside ten of 120 to 147: half each; inside a task the quicker ones more often, by equation 1."
+    import numpy as np
+    from clvla.core.names import IMAGE
+    from clvla.rl.cloning import Successes
+    from clvla.rl.episodes import Episode
+    lengths = dict(short=range(30, 50, 2), long=range(120, 150, 3), never=[])
+
+    def attempt(task, n):
+        at = np.array([*range(0, n, 4), n])
+        obs = {IMAGE: np.zeros((len(at), 2, 2, 3), np.uint8), STATE: np.zeros((len(at), 1), np.float32)}
+        return Episode(task, 0, 0, obs, at, np.zeros((n, 1), np.float32), np.zeros(n, np.float32), True, True, False)
+    own = Successes(4, [IMAGE], {task: task for task in lengths}, 25.)
+    own.add([attempt(task, n) for task, ns in lengths.items() for n in ns])
+    p, tasks, steps = own.chances(list(lengths)), np.array(own.task_ids), np.array(own.rows)
+    for task in ("short", "long"):
+        mine = tasks == task
+        weight = np.exp(-steps[mine]/25)
+        assert p[mine] == pytest.approx(weight/weight.sum()/2) and own.chances([task])[mine] == pytest.approx(weight/weight.sum())
+    assert p.sum() == pytest.approx(1)
