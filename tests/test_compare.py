@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np, pytest
 from clvla.core.seeds import np_rng
 from clvla.core.files import write_json
-from clvla.eval.compare import (REPEAT, cost_table, difference_points, group, holm, label, paired_table, read_run,
+from clvla.eval.compare import (REPEAT, Run, cost_table, difference_points, group, holm, label, paired_table, read_run,
     read_runs, summary, versus, wide)
-from clvla.eval.stats import mcnemar
+from clvla.eval.stats import mcnemar, t_test
 from clvla.run.config import table
 from clvla.train.config import TrainConfig
 
@@ -36,7 +36,8 @@ def test_groups_metrics_and_pairs(runs_dir):
     assert "not defined" in wide(table).loc["joint", "BWT"]
     p = paired_table(groups, "sequential", 200).set_index("group")
     assert p.loc["er", "seeds"] == 2 and p.loc["er", "pairs"] == p.loc["joint", "pairs"] == 60
-    assert p.loc["er", "p"] == mcnemar(p.loc["er", "only_this"], p.loc["er", "only_baseline"]) and p.p_holm.ge(p.p).all()
+    assert p.loc["er", "p_states"] == mcnemar(p.loc["er", "only_this"], p.loc["er", "only_baseline"])
+    assert p.p.isna().all() and p.p_holm.isna().all() and set(p.says) == {"cannot be told from 2 seeds"}
     assert cost_table(groups).training.tolist() == [5., 5., 5.]
 
 def test_unshared_seeds_are_not_paired(runs_dir):
@@ -97,6 +98,58 @@ def test_what_repetitions_may_differ_in_is_what_computes_nothing():
 
 
 def test_holm(): assert holm([.01, .04, .03, float("nan")])[:3] == pytest.approx([.03, .06, .06])
+
+def trained(rng, n_seeds, spread, gain=0., n=20):
+    "Runs of one method: each training comes out better or worse by a deviation of `spread`, on the same initial states."
+    runs = []
+    for seed in range(n_seeds):
+        level = np.clip(.6+gain+spread*rng.standard_normal(), 0, 1)
+        recs = [dict(stage=2, after="c", task=i, trial=k, success=bool(rng.random() < level), step=None) for i in IDS for k in range(n)]
+        runs.append(Run(Path(f"s{seed}"), dict(seed=seed), tuple(IDS), tuple(IDS), recs, {}, {}))
+    return runs
+
+
+def alarms(n_seeds, spread, R=2000, gain=0., n=60):
+    "How often two methods are said to differ: by the seeds, and by all pairs together."
+    rng, by_seed, by_pairs = np_rng(n_seeds, "alarms"), 0, 0
+    for _ in range(R):
+        a, b = (rng.random((n_seeds, n)) < np.clip(.6+g+spread*rng.standard_normal((n_seeds, 1)), 0, 1) for g in (gain, 0.))
+        by_seed += t_test((a.mean(1)-b.mean(1)), (a ^ b).mean()/n) < .05
+        by_pairs += mcnemar(int((a & ~b).sum()), int((b & ~a).sum())) < .05
+    return by_seed/R, by_pairs/R
+
+
+@pytest.mark.parametrize("n_seeds, spread", [(2, .1), (3, .1), (5, .1), (3, 0.), (5, 0.)])
+def test_equal_methods_are_seldom_called_different(n_seeds, spread):
+    "At most 7 % at the 5 % level, with trainings that vary or not; all pairs together alarm in more than a tenth where they vary."
+    by_seed, by_pairs = alarms(n_seeds, spread)
+    assert by_seed <= .07 and (not spread or by_pairs > .1) and (by_seed > .03) == (n_seeds > 2)
+
+
+def test_a_real_difference_is_found():
+    assert alarms(5, .05, 200, gain=.25)[0] > .8
+
+
+def test_the_tables_p_is_that_of_the_seeds():
+    "`versus` asks the seeds' differences; `says` follows Holm's correction of its p."
+    rng = np_rng(0, "table")
+    groups = {name: trained(rng, 4, .03, gain) for name, gain in dict(base=0., same=0., better=.35, worse=-.35).items()}
+    table = paired_table(groups, "base", 10).set_index("group")
+    for name, row in table.iterrows():
+        diffs = [np.mean([r["success"] for r in a.records])-np.mean([r["success"] for r in b.records]) for a, b in zip(groups[name], groups["base"])]
+        assert row.p == pytest.approx(t_test(diffs)) and row.difference == pytest.approx(np.mean(diffs))
+    assert table.p_holm.tolist() == pytest.approx(holm(table.p))
+    assert table.says.to_dict() == dict(same="no difference shown", better="better", worse="worse")
+
+
+def test_seeds_that_are_all_equal_are_not_certain():
+    "Three seeds that differ by the same one of sixty pairs: their trials' noise stands in for the spread."
+    a = [Run(Path(f"s{s}"), dict(seed=s), ("a",), ("a",), [dict(stage=0, after="a", task="a", trial=k, success=k < n, step=None) for k in range(60)], {}, {})
+         for n in (31, 30) for s in range(3)]
+    row = versus(a[:3], a[3:], 50)
+    assert row["difference"] == pytest.approx(1/60) and .1 < row["p"] < 1 and row["t_low"] < 0 < row["t_high"]
+    assert versus(a[:3], a[:3], 50)["p"] == 1
+
 
 def papermill(tmp_path, *args):
     cmd = [sys.executable, "-m", "papermill", str(ROOT/"nbs/compare.ipynb"), str(tmp_path/"page.ipynb"), "--no-progress-bar", *args]

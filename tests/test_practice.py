@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from chaos import wait_for
 from clvla.core.files import read_json
+from clvla.core.names import STATE
 from clvla.core.state import load_state, save_state
 from clvla.core.trials import use_of
 from clvla.eval.compare import read_runs, summary, group
@@ -299,3 +301,64 @@ def test_it_gets_better(data, tmp_path):
     control = practise(config(data, tmp_path/"demos", **kw, algo_kw=dict(updates=100, demo_share=1.)), say=len)
     rate = lambda r, stage: sum(e["success"] for e in r.episodes() if e["stage"] == stage)/60
     assert rate(run, 0) >= rate(run, -1)+.15 and rate(run, 0) >= rate(control, 0)
+
+
+class Straight(torch.nn.Module):
+    "Goes to the origin with some noise, in chunks of eight steps."
+    H = 8
+    def __init__(self): super().__init__(); self.gain = torch.nn.Parameter(torch.tensor(1.))
+    def chunk_noise(self, generator=None): return torch.randn(8, 2, generator=generator)
+    def prompt_length(self, text): return len(text.split())
+    def predict_chunk(self, obs, *, noise=None, generator=None): return -self.gain*obs[STATE][:, None] + .5*noise
+
+
+def test_a_success_that_ends_no_episode_is_credited_to_its_own_step():
+    "The attempts are those of a simulator that ends there, step for step; transitions too; only the last picture comes later."
+    import numpy as np
+    from types import SimpleNamespace
+    from clvla.core.plugins import load_plugins
+    from clvla.core.trials import trial_number
+    from clvla.data.streams import Task
+    from clvla.envs.all import make_env
+    from clvla.eval.player import Player
+    from clvla.rl.transitions import transitions
+    load_plugins([str(Path(__file__).parent/"dot_env.py")])
+    as_is = SimpleNamespace(obs=lambda raw: {**raw, STATE: torch.tensor(raw[STATE])}, unnormalise=lambda a: a)
+    found = {}
+    for goes_on in (True, False):
+        task, recorder = Task("dot", "dot", "go", dict(kind="dying", name="dot", goes_on=goes_on, max_steps=40)), Recorder(4, H=8)
+        with Player([task], 3, 1, image_size=8, H=8) as player:
+            player.evaluate(Straight(), as_is, [trial_number("practice", i) for i in range(10)], 0, dict(stage=0, after="dot"), recorder=recorder)
+        found[goes_on] = recorder.take()
+    for a, b in zip(found[True], found[False], strict=True):
+        env = make_env(task.env | dict(goes_on=True), image_size=8)   # a plain loop: the first step with a success
+        env.reset(b.trial)
+        first = next((k for k, action in enumerate(a.action, 1) if env.step(action)[1]), 0)
+        assert a.success == b.success == bool(first) and a.n_steps == b.n_steps and (not first or first == a.n_steps)
+        assert np.array_equal(a.action, b.action) and a.at.tolist() == b.at.tolist() and np.array_equal(a.reward, b.reward)
+        assert all(np.array_equal(a.obs[k][:-1], b.obs[k][:-1]) for k in b.obs)
+        one, other = (transitions(e.at, e.success_reward, e.ended, 8, .9) for e in (a, b))
+        assert all(np.array_equal(one[k], other[k]) for k in other)
+    assert {e.n_steps % 8 for e in found[True] if e.success} - {0}   # inside a chunk
+
+
+def test_tasks_of_other_lengths_have_equal_shares_of_the_draws():
+    "Ten successes of 30 to 48 steps beside ten of 120 to 147: half each; inside a task the quicker ones more often, by equation 1."
+    import numpy as np
+    from clvla.core.names import IMAGE
+    from clvla.rl.cloning import Successes
+    from clvla.rl.episodes import Episode
+    lengths = dict(short=range(30, 50, 2), long=range(120, 150, 3), never=[])
+
+    def attempt(task, n):
+        at = np.array([*range(0, n, 4), n])
+        obs = {IMAGE: np.zeros((len(at), 2, 2, 3), np.uint8), STATE: np.zeros((len(at), 1), np.float32)}
+        return Episode(task, 0, 0, obs, at, np.zeros((n, 1), np.float32), np.zeros(n, np.float32), True, True, False)
+    own = Successes(4, [IMAGE], {task: task for task in lengths}, 25.)
+    own.add([attempt(task, n) for task, ns in lengths.items() for n in ns])
+    p, tasks, steps = own.chances(list(lengths)), np.array(own.task_ids), np.array(own.rows)
+    for task in ("short", "long"):
+        mine = tasks == task
+        weight = np.exp(-steps[mine]/25)
+        assert p[mine] == pytest.approx(weight/weight.sum()/2) and own.chances([task])[mine] == pytest.approx(weight/weight.sum())
+    assert p.sum() == pytest.approx(1)

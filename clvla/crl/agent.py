@@ -50,6 +50,7 @@ def ends_of(
     "Bootstrap factors and ends of a rollout."
     done = rollout["terminated"] | rollout["truncated"]
     done[-1] = True
+    if gamma == 0: done[:] = True   # nothing of what follows counts
     return gamma*(~rollout["terminated"]).float(),done
 
 # %% ../../nbs/crl/02_agent.ipynb #c7200010

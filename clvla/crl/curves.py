@@ -50,9 +50,12 @@ def smooth(
 )->Curves:
     "Each return becomes the mean of the last `window` evaluations (eq. 1)."
     if window < 1: raise ValueError(f"window is a number of evaluations from 1, found {window}")
-    total = np.cumsum(c.returns, -1)
-    before = np.concatenate([np.zeros_like(total[..., :window]), total[..., :-window]], -1)[..., :total.shape[-1]]
-    return Curves(c.task_ids, c.cycles, c.steps, (total-before)/np.minimum(np.arange(len(c.steps))+1, window), c.ends)
+    def summed(x):   # over the last `window` evaluations
+        total = np.cumsum(x, -1)
+        return total-np.concatenate([np.zeros_like(total[..., :window]), total[..., :-window]], -1)[..., :total.shape[-1]]
+    missing = np.isnan(c.returns)
+    means = summed(np.where(missing, 0, c.returns))/np.minimum(np.arange(len(c.steps))+1, window)
+    return Curves(c.task_ids, c.cycles, c.steps, np.where(summed(missing.astype(int)) > 0, np.nan, means), c.ends)
 
 # %% ../../nbs/crl/00_curves.ipynb #c7000010
 def boundary_values(

@@ -62,7 +62,7 @@ class EngineLanes:
         self.close()
         seeds = [seed_of(self.seed, "engine", *self.purpose, e, part) for e in range(self.n)]
         self.engine,self.part,self.actions = kind_of(self.spec).engine(self.spec, seeds, self.threads),part,[]
-        self.reward,self.steps = np.zeros(self.n),np.zeros(self.n, int)
+        self.reward,self.steps,self.won = np.zeros(self.n),np.zeros(self.n, int),np.zeros(self.n, bool)
         self.image,self.vector = self.engine.reset()
 
     def obs(self, rows=slice(None))->dict:
@@ -88,8 +88,9 @@ def step(self:EngineLanes,
     self.image,self.vector,outcome = self.engine.step(actions)
     self.reward += outcome["reward"]
     self.steps += 1
+    self.won |= outcome["success"]   # a success need not end the episode
     for e in np.flatnonzero(outcome["terminated"] | outcome["truncated"]):
-        ended = dict(reward=float(self.reward[e]), steps=int(self.steps[e]), success=bool(outcome["success"][e]))
+        ended = dict(reward=float(self.reward[e]), steps=int(self.steps[e]), success=bool(self.won[e]))
         self.finished.append(ended)
     return outcome
 
@@ -100,7 +101,7 @@ def begin_ended(self:EngineLanes, outcome:dict):
     if not len(ended): return
     self.image,self.vector = self.image.copy(),self.vector.copy()
     self.image[ended],self.vector[ended] = self.engine.begin(ended)
-    self.reward[ended],self.steps[ended] = 0,0
+    self.reward[ended],self.steps[ended],self.won[ended] = 0,0,False
 
 # %% ../../nbs/crl/13_engine.ipynb #bdeea2f7
 @patch

@@ -47,13 +47,14 @@ class Lanes:
         self.mark,self.n = np.asarray(mark, np.float32),n
         self.box = box_of(self.envs[0])
         self.episode,self.actions,self.reward,self.seen = [0]*n,[[] for _ in range(n)],[0.]*n,[None]*n
+        self.won = [False]*n # whether its episode has had a success, which need not end it
         self.finished = []   # reward, steps and success of each episode that ended
         for e in range(n): self.begin(e, 0)
         self.starts = self.obs()
 
     def begin(self, e:int, k:int):
         "Begin episode `k` of lane `e`."
-        self.episode[e],self.actions[e],self.reward[e] = k,[],0.
+        self.episode[e],self.actions[e],self.reward[e],self.won[e] = k,[],0.,False
         self.seen[e] = self.envs[e].reset(trial_number("practice", k))
 
     def step(self, e:int, action)->tuple:   # reward, success, terminated, truncated
@@ -61,6 +62,7 @@ class Lanes:
         reward,success,terminated,truncated = self.envs[e].step(np.atleast_1d(action))
         self.actions[e].append(action)
         self.reward[e] += reward
+        self.won[e] |= bool(success)
         self.seen[e] = self.envs[e].obs()
         return reward,success,terminated,truncated
 
@@ -87,7 +89,7 @@ def play(self:Lanes,
             if truncated[e] or (t == horizon-1 and not terminated[e]):
                 cut.append(self.seen[e])
                 cut_at.append((t, e))
-            if terminated[e] or truncated[e]: self.finish(e, success[e])
+            if terminated[e] or truncated[e]: self.finish(e)
         rows.append(obs | answer | dict(reward=torch.tensor(reward), terminated=torch.tensor(terminated),
                                         truncated=torch.tensor(truncated)))
     rollout = {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
@@ -95,9 +97,9 @@ def play(self:Lanes,
     return rollout | dict(cut=cut, cut_at=torch.tensor(cut_at, dtype=torch.long).reshape(-1, 2))
 
 @patch
-def finish(self:Lanes, e:int, success:bool):
+def finish(self:Lanes, e:int):
     "Note the episode of lane `e`, and begin its next one."
-    self.finished.append(dict(reward=self.reward[e], steps=len(self.actions[e]), success=bool(success)))
+    self.finished.append(dict(reward=self.reward[e], steps=len(self.actions[e]), success=self.won[e]))
     self.begin(e, self.episode[e]+1)
 
 @patch

@@ -46,6 +46,7 @@ class Described:
     state_dim,action_dim,n_actions = 0,0,None    # `n_actions`: how many discrete actions; None: numbers in [-1,1]
     is_seen = True # for `_act`: whether somebody reads the picture after this step
     cut = False    # set by `_act` of a simulator that has a time limit of its own
+    success_at = 0 # step of the last chunk, from 1, at which the first success was; 0: there was none
 
     def __init__(self,
         spec:dict,         # "name" of the task; optional "task_id", "prompt", "max_steps", "cameras"
@@ -106,19 +107,19 @@ class Env(Steppable):
     def step_chunk(self, actions, out=None, watch=())->tuple:
         "Actions (H,A) until the episode ends. `watch`: steps in 1..H to observe, or a dict step -> `out` of `obs`."
         if self.ended: raise ValueError(f"{self.task_id}: the episode has ended; call reset(trial) first")
-        rewards,succeeded,self.watched = [],False,{}
+        rewards,self.success_at,self.watched = [],0,{}
         outs = watch if isinstance(watch, dict) else {}
         for n,action in enumerate(actions, 1):
             self.is_seen = n in watch or n == len(actions)
             reward,success,terminated,truncated = self.step(action)
             rewards.append(reward)
-            succeeded = succeeded or success
+            if success and not self.success_at: self.success_at = n
             if self.ended: break
             if n in watch and n < len(actions): self.watched[n] = self.obs(outs.get(n))
         self.is_seen = True
         obs = self.obs(out)
         if n in watch: self.watched[n] = obs
-        return obs,np.array(rewards, float),succeeded,terminated,truncated,n
+        return obs,np.array(rewards, float),self.success_at > 0,terminated,truncated,n
 
 # %% ../../nbs/envs/00_base.ipynb #5afe0003
 def _save_env(self:Env,

@@ -195,6 +195,7 @@ class Result:
     seconds:tuple=(0.,0.,0.)   # of the worker: to begin the episode, to act, to draw
     opened:bool=False     # the environment's first result in its process: some simulators are built only for it
     watched:dict=field(default_factory=dict) # step -> observation inside the chunk
+    success_at:int=0      # step of the chunk, from 1, at which the first success was; 0: none
 
     @property
     def reward(self)->float:
@@ -213,7 +214,8 @@ def _result(self:EnvPool, slot, s)->Result:
     return Result(slot=slot, trial=s.trial, obs={k: v[slot] for k,v in self.obs.items()},
                   rewards=memory["rewards"][slot,:n].copy(), success=success, terminated=terminated,
                   truncated=truncated, n_steps=n, restarted=s.restarted,
-                  seconds=tuple(memory["seconds"][slot].tolist()), opened=not s.begun, watched=watched)
+                  seconds=tuple(memory["seconds"][slot].tolist()), opened=not s.begun, watched=watched,
+                  success_at=int(memory["success_at"][slot]))
 
 # %% ../../nbs/envs/03_pool.ipynb #2991b3f1
 @patch

@@ -45,6 +45,7 @@ def carry_out(memory, envs, command, like)->dict:
             return dict(refused=report(e))
         rewards,flags,n = [],(0, 0, 0),0
     else: obs,rewards,*flags,n = act(memory, env, slot, command, out)
+    memory["success_at"][slot] = 0 if "trial" in command else env.success_at
     write_obs(memory, slot, obs)
     memory["rewards"][slot,:n],memory["flags"][slot],memory["n_steps"][slot] = rewards,flags,n
     rest = time.perf_counter()-start-envs.drawing
@@ -130,7 +131,7 @@ def memory_layout(
     obs = {**{IMAGES+c: ((h,h,3), "u1") for c,h in sizes.items()}, STATE: ((S,), "f4")}
     arrays = {k: ((n,*shape), dtype) for k,(shape,dtype) in obs.items()}
     if discrete: arrays[N_ACTIONS] = ((n,), "i8")
-    arrays |= dict(action=((n,H,A), "f4"), rewards=((n,H), "f8"), flags=((n,3), "u1"), n_steps=((n,), "i4"),
+    arrays |= dict(action=((n,H,A), "f4"), rewards=((n,H), "f8"), flags=((n,3), "u1"), n_steps=((n,), "i4"), success_at=((n,), "i4"),
                    seconds=((n,3), "f8"))
     arrays |= {"watched."+k: ((n,H,*shape), dtype) for k,(shape,dtype) in obs.items()}
     layout,offset = {},0

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPEAT', 'CONTROLS', 'ADDED', 'SHOWN', 'PAIRED', 'Run', 'read_run', 'columns', 'read_runs', 'run_from', 'label',
-           'group', 'check_envs_alike', 'summary', 'wide', 'metric_points', 'mean_lines', 'holm', 'versus',
+           'group', 'check_envs_alike', 'summary', 'wide', 'metric_points', 'mean_lines', 'holm', 'versus', 'said',
            'paired_table', 'difference_points', 'cost_table', 'CompareConfig']
 
 # %% ../../nbs/eval/08_compare.ipynb #d4d1a936
@@ -19,7 +19,7 @@ from ..core.files import read_json
 from clvla.eval.metrics import (JOINT, SuccessMatrix, from_records, measure_records, of_matrix, plain, read_records,
     upto)
 from .plots import small
-from .stats import final, metric_intervals, paired, seed_intervals, t_interval
+from .stats import final, metric_intervals, paired, seed_intervals, t_interval, t_test
 
 # %% ../../nbs/eval/08_compare.ipynb #5ceaa357
 REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "videos", "machines", "timeout",
@@ -236,14 +236,23 @@ def versus(
     if not seeds: return dict(seeds=0, pairs=0, unfinished=unfinished)
     ends = lambda rs: [{**r, "stage": f"end, seed {s}"} for s in seeds
                        for r in rs[s]]   # an initial state is one cluster over seeds
-    p = paired(ends(ra), ends(rb), n_boot, seed)
-    t = t_interval([paired(ra[s], rb[s], 2).diff for s in seeds])
-    return dict(seeds=len(seeds), pairs=p.both+p.only_a+p.only_b+p.neither, difference=p.diff, low=p.low, high=p.high,
-                only_this=p.only_a, only_baseline=p.only_b, p=p.p, t_low=t.low, t_high=t.high, unmatched=p.unmatched,
-                unfinished=unfinished)
+    p,each = paired(ends(ra), ends(rb), n_boot, seed),[paired(ra[s], rb[s], 2) for s in seeds]
+    noise = np.mean([(e.only_a+e.only_b)/(e.both+e.only_a+e.only_b+e.neither)**2 for e in each])
+    t = t_interval([e.diff for e in each], noise=noise)
+    return dict(seeds=len(seeds), pairs=p.both+p.only_a+p.only_b+p.neither, difference=p.diff, t_low=t.low, t_high=t.high,
+                p=t_test([e.diff for e in each], noise), low=p.low, high=p.high, only_this=p.only_a,
+                only_baseline=p.only_b, p_states=p.p, unmatched=p.unmatched, unfinished=unfinished)
 
-PAIRED = ("group", "seeds", "pairs", "difference", "low", "high", "only_this", "only_baseline", "p", "t_low", "t_high",
-          "unmatched", "unfinished", "p_holm")   # columns of `paired_table`
+PAIRED = ("group", "seeds", "pairs", "difference", "t_low", "t_high", "p", "low", "high", "only_this", "only_baseline",
+          "p_states", "unmatched", "unfinished", "p_holm", "says")   # columns of `paired_table`
+
+def said(
+    row # of `paired_table`
+)->str:
+    "What the seeds say of a group and the baseline, at the 5 % level."
+    if row.seeds < 3: return f"cannot be told from {row.seeds} seed{'s'*(row.seeds != 1)}"
+    if not row.p_holm < .05: return "no difference shown"
+    return "better" if row.difference > 0 else "worse"
 
 def paired_table(
     groups:dict,   # label -> runs
@@ -256,14 +265,15 @@ def paired_table(
     rows = [dict(group=name, **versus(rs, groups[baseline], n_boot, seed)) for name,rs in groups.items()
             if name != baseline]
     table = pd.DataFrame(rows, columns=PAIRED)
-    return table.assign(p_holm=holm(table.p))
+    table = table.assign(p_holm=holm(table.p))
+    return table.assign(says=[said(row) for row in table.itertuples()])
 
 # %% ../../nbs/eval/08_compare.ipynb #c321ee3b
 def difference_points(
     table:pd.DataFrame, # from `paired_table`
     baseline:str
 )->go.Figure:
-    "Paired difference in final success, with the interval over initial states (thick) and over seeds (thin)."
+    "Paired difference in final success, with the interval over seeds (thin) and over initial states (thick)."
     t,fig = table[table.seeds > 0],go.Figure()   # no points where no group shares a seed with the baseline
     for low,high,width,name in (("t_low", "t_high", 1, "other seeds (t)"), ("low", "high", 5, "other initial states")):
         fig.add_scatter(x=100*t.difference, y=t.group, mode="markers", name=name, marker=dict(color="black"),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIGNED', 'wilson', 'Outcomes', 'outcomes', 'resample', 'Interval', 'centred', 'quantiles', 'metric_intervals',
-           't_quantile', 't_interval', 'seed_intervals', 'mcnemar', 'Paired', 'final', 'paired']
+           't_quantile', 't_interval', 't_test', 'seed_intervals', 'mcnemar', 'Paired', 'final', 'paired']
 
 # %% ../../nbs/eval/01_stats.ipynb #8c53f4b7
 from collections import defaultdict
@@ -123,15 +123,37 @@ def t_quantile(
     F = np.concatenate([[0], np.cumsum((f[1:]+f[:-1])/2)])
     return sqrt(df)*np.tan(np.interp(conf*F[-1], F, u)).item()
 
+def _spread(x, noise:float)->float:
+    "Deviation over seeds; that of their trials where all seeds are equal."
+    s = x.std(ddof=1)
+    return s if s > 1e-12 or not noise else sqrt(noise)
+
 def t_interval(
     x,              # one value per seed
-    conf:float=.95  # nominal coverage
+    conf:float=.95, # nominal coverage
+    noise:float=0.  # variance of one value by its trials, for seeds that are all equal
 )->Interval:        # NaN limits for a single seed: nothing is known about the spread
     "Mean over seeds with Student's t interval."
     x = np.asarray(x, float)
     S = len(x)
-    half = t_quantile(S-1, conf)*x.std(ddof=1)/sqrt(S) if S > 1 else np.nan
+    half = t_quantile(S-1, conf)*_spread(x, noise)/sqrt(S) if S > 1 else np.nan
     return Interval(x.mean().item(), float(x.mean()-half), float(x.mean()+half))
+
+def t_test(
+    x,             # one difference per seed
+    noise:float=0. # variance of one value by its trials, for seeds that are all equal
+)->float:          # two-sided p-value; NaN below three seeds, which cannot tell
+    "Student's test of a mean of 0 over seeds, by the integral above."
+    x = np.asarray(x, float)
+    S = len(x)
+    if S < 3: return float("nan")
+    error = _spread(x, noise)/sqrt(S)
+    if abs(x.mean()) < 1e-12: return 1.
+    u = np.linspace(0, pi/2, 20_001)
+    f = np.cos(u)**(S-2)
+    F = np.concatenate([[0], np.cumsum((f[1:]+f[:-1])/2)])
+    at = pi/2 if not error else np.arctan(abs(x.mean())/error/sqrt(S-1))
+    return float(1-np.interp(at, u, F/F[-1]))
 
 # %% ../../nbs/eval/01_stats.ipynb #808ad73b
 def seed_intervals(

@@ -178,7 +178,8 @@ def played(self:ChoicePPO,
     found = transitions(at, e.success_reward, e.ended, self.policy.H, self.gamma)
     draws = attempt["draws"][:n]
     with torch.no_grad(): logp = self.policy.actor.log_prob(x[:n], draws, chosen)
-    return dict(x=x[:n], ref=draws, action=chosen, logp_old=logp, next_x=x[1:], done=torch.arange(n) == n-1,
+    done = (torch.as_tensor(found["mask"]) == 0) | (torch.arange(n) == n-1)   # all chunks where gamma is 0
+    return dict(x=x[:n], ref=draws, action=chosen, logp_old=logp, next_x=x[1:], done=done,
                 **{k: torch.as_tensor(found[k]) for k in ("reward", "mask")})
 
 @patch

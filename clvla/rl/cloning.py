@@ -29,7 +29,7 @@ class Successes:
         H:int,        # steps of a chunk
         cameras:list, # image keys that the policy reads
         prompts:dict, # task id -> instruction
-        tau:float=25. # steps, eq. 1; 0: all attempts count alike
+        tau:float=25. # steps, eq. 1; 0: all attempts at a task count alike
     ):
         self.H,self.keys,self.prompts,self.tau = H,[*cameras, STATE],prompts,tau
         self.parts,self.arrays = [],{}                   # of each attempt; of all of them
@@ -54,8 +54,14 @@ class Successes:
 
     def chances(self, task_ids:list)->np.ndarray:
         "(N,) probability of each sample (eq. 1), 0 of those of other tasks; ValueError when there is none of these."
-        mine,steps = np.isin(self.task_ids, task_ids),np.array(self.rows)
-        if not mine.any(): raise ValueError(f"no attempt at {', '.join(task_ids)} has succeeded yet")
+        found = [i for i in dict.fromkeys(task_ids) if self.index[i]]
+        if not found: raise ValueError(f"no attempt at {', '.join(task_ids)} has succeeded yet")
+        return sum(self.shares(i) for i in found)/len(found)
+
+    def shares(self, task_id:str)->np.ndarray:
+        "(N,) probability of each sample where one of this task is drawn."
+        mine,steps = np.zeros(len(self), bool),np.array(self.rows)
+        mine[self.index[task_id]] = True
         w = np.exp(-np.maximum(0, steps-steps[mine].min())/self.tau) if self.tau else np.ones(len(steps))
         return w*mine/(w*mine).sum()
 
@@ -168,7 +174,7 @@ class Cloning(Method):
         seed:int=0,
         updates:int=300,      # after each round
         demo_share:float=.5,  # of a batch
-        tau:float=25.,        # steps, eq. 1; 0: all attempts count alike
+        tau:float=25.,        # steps, eq. 1; 0: all attempts at a task count alike
         trains:str="all",     # which weights learn: "all", "lora", "head"
         rank:int=8            # of the adapters, for "lora"
     ):

@@ -76,15 +76,15 @@ class _Open:
         self.at,self.obs,self.action,self.reward = [0],[_kept(result.obs)],[],[]
 
     def add(self, result, action):
-        "Append a chunk: (n,A) executed actions, and what was seen."
-        start = len(self.action)
-        seen = {step: obs for step,obs in result.watched.items() if step < result.n_steps}
-        seen[result.n_steps] = result.obs
+        "Append a chunk, up to a success: (n,A) executed actions, and what was seen."
+        start,n = len(self.action),result.success_at or result.n_steps
+        seen = {step: obs for step,obs in result.watched.items() if step < n}
+        seen[n] = result.watched.get(n, result.obs)
         for step,obs in sorted(seen.items()):
             self.at.append(start+step)
             self.obs.append(_kept(obs))
-        self.action += list(np.asarray(action, np.float32))
-        self.reward += result.rewards.tolist()
+        self.action += list(np.asarray(action, np.float32)[:n])
+        self.reward += result.rewards[:n].tolist()
 
     def close(self, result)->Episode:
         obs = {k: np.stack([o[k] for o in self.obs]) for k in self.obs[0]}

@@ -65,7 +65,7 @@ class _Branch:
         "Carry out the chunk, in an environment that stands anywhere."
         env.restore(self.snapshot)
         self.obs,_,self.success,terminated,truncated,n = env.step_chunk(self.chunk)
-        self.steps += n
+        self.steps += env.success_at or n
         self.over = bool(self.success or terminated or truncated)
         if self.over: return
         self.obs = {k: v.copy() for k,v in self.obs.items()}
@@ -160,5 +160,5 @@ def oracle_episode(
         if K > 1: best = play_on(env, state, draws, policy, processor, task, repeats, seed, gamma).mean(1).argmax()
         env.restore(state.snapshot)
         _,_,success,terminated,truncated,n = env.step_chunk(draws[best])
-        step += n
+        step += env.success_at or n
         if success or terminated or truncated: return bool(success),step

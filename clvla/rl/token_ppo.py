@@ -30,7 +30,7 @@ def played_chunks(
     x,ref,noise = (attempt[k][start] for k in ("x", "ref", "noise"))
     with torch.no_grad(): mu = actor.eval()(x, ref)
     action = mu+actor.std*noise[:,1,:actor.C]
-    done = torch.zeros(len(start), dtype=torch.bool)
+    done = torch.as_tensor(found["mask"])[keep] == 0   # of all chunks where gamma is 0
     done[-1] = True
     return dict(x=x, ref=ref, action=action, logp_old=chunk_logp(action, mu, actor.std), next_x=attempt["x"][after],
                 done=done, **{k: torch.as_tensor(found[k])[keep] for k in ("reward", "mask")})

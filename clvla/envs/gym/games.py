@@ -33,15 +33,17 @@ class Atari(EngineKind):
 class Procgen(EngineKind):
     "Games whose levels are drawn."
     label,agents = "Procgen",SMALL|dict(image_size=64)
+    limits = dict(climber=1000, dodgeball=1000, ninja=1000, starpilot=1000, bigfish=6000, fruitbot=1000, miner=1000)   # steps
 
     def streams(self)->dict:
-        name = lambda title: f"{title.capitalize()}Easy-v0"
-        level = lambda title,k: game("procgen", f"{title}-{k}", name(title), f"play {title}, level {k}", success="level",
-                                     make=dict(num_levels=1, start_level=k))
+        def played(title, id, prompt, pair=None, **make):
+            return game("procgen", id, f"{title.capitalize()}Easy-v0", prompt, pair, success="level",
+                        max_steps=self.limits[title], make=make)
+        level = lambda title,k: played(title, f"{title}-{k}", f"play {title}, level {k}", num_levels=1, start_level=k)
         titles = "climber","dodgeball","ninja","starpilot","bigfish","fruitbot"
         def paired(n, first={}, **looks):   # trained on `n` levels from 0 or `first`, asked about all of them
-            return [game("procgen", title, name(title), f"play {title}", dict(num_levels=0, start_level=0, **looks), success="level",
-                         make=dict(num_levels=n, start_level=first.get(title, 0), **looks)) for title in titles]
+            return [played(title, title, f"play {title}", dict(num_levels=0, start_level=0, **looks),
+                           num_levels=n, start_level=first.get(title, 0), **looks) for title in titles]
         fixed = dict(climber_4=("climber", [3, 16, 42, 46]), fruitbot_5=("fruitbot", [1, 10, 11, 12, 14]),
                      miner_4=("miner", [16, 25, 29, 31]))
         few = paired(4, dict(ninja=12), use_backgrounds=False, restrict_themes=True)
