@@ -31,7 +31,7 @@ from clvla.run.shell import run_learner
 from clvla.run.watch import Run
 from clvla.train.checkpoint_eval import eval_cl, eval_named
 from clvla.train.config import TrainConfig, resolve
-from clvla.train.eval_config import EvalConfig, check_eval
+from clvla.train.eval_config import EvalConfig, begin_eval, check_eval
 
 BEGIN = '''
 import sys
@@ -339,6 +339,24 @@ def test_a_run_that_brings_nothing_needs_no_word(stranger, sent, tmp_path):
     door = dict(kind="gym", name="clvla.envs.gym.doors:Door-v0", max_steps=9, expert="clvla.envs.gym.doors:plan")
     stream = Stream("doors", [Task("a", "a", "now: go", door), Task("b", "b", "b", dict(kind="minihack", name="minihack:MiniHack-Room-5x5-v0"))])
     assert stream_from(json.loads(json.dumps(stream_json(stream)))) == stream
+
+
+def test_what_the_user_names_later_is_the_users(sent, tmp_path, monkeypatch):
+    "An evaluation that the owner begins, on a stream that names a module: its child may run that, and only that."
+    from clvla.core.trust import claim, code_of, refused
+    monkeypatch.setenv("HOME", str(sent))
+    for name in (APPROVED, "CLVLA_STATE", "XDG_STATE_HOME"): monkeypatch.delenv(name, raising=False)
+    begin_eval(check_eval(EvalConfig(run_dir=str(sent/"run"), n_trials=1)))
+    check_code(sent/"run")
+    suite = code_of(dict(suite=dict(base="minigrid_3", env=dict(expert="my_lab.arm:plan"))))
+    assert suite == refused(sent/"run", suite) == ["module my_lab.arm:plan"]
+    before = (sent/"run/begun.json").read_bytes()
+    claim(sent/"run", suite)
+    assert refused(sent/"run", [*suite, "module other:plan"]) == ["module other:plan"] and APPROVED not in os.environ
+    (sent/"run/begun.json").write_bytes(before)
+    other = shutil.copytree(sent/"run", tmp_path/"copy")   # not the user's: the word counts for this process and its children alone
+    claim(other, suite)
+    assert refused(other, suite) == [] and (other/"begun.json").read_bytes() == before
 
 
 def test_without_a_home_a_run_begins_and_asks_later(sent, tmp_path):

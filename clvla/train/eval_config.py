@@ -206,7 +206,7 @@ def begin_eval(
             raise ValueError(f"{path} belongs to another evaluation: {'; '.join(wrong)}; evaluate with its settings, "
                              "or remove that folder")
     RunFolder(path).check_free()
-    claim(cfg.run_dir, code_of(dict(tasks=stream_json(evaluation.stream), **new)))
+    claim(cfg.run_dir, code_of([new, stream_json(evaluation.stream)]))
     write_json(path/"config.json", new)
     if evaluation.elsewhere: _write_stream(evaluation)
     return path
