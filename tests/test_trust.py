@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clvla.core.files import json_text, read_json, sha256
-from clvla.core.trust import APPROVED
+from clvla.core.trust import APPROVED, code_of
 from clvla.data.streams import Stream, Task, stream_from, stream_json
 from clvla.envs.all import make_env
 from clvla.eval.compare import read_run
@@ -138,6 +138,8 @@ BRINGS = dict(
     gym_name=lambda run, evil: with_env(run, kind="gym", name=f"{evil.stem}:Env-v0"),
     gym_option=lambda run, evil: with_env(run, kind="gym", name="CartPole-v1", make=dict(inside=[f"{evil.stem}:Env-v0"])),
     suite=lambda run, evil: config(run, suite=dict(base="minigrid_3", env=dict(expert=f"{evil.stem}:plan"))),
+    env_of_data=lambda run, evil: config(run, suite=dict(base=dict(base=["/some/data"], gym={"go": f"{evil.stem}:Env-v0"}))),
+    spec_of_data=lambda run, evil: config(run, suite=dict(base="/some/data", gym={"go": dict(name="CartPole-v1", expert=evil.stem)})),
     machines=lambda run, evil: config(run, machines="far.example.org,here", num_processes=1))
 
 
@@ -339,11 +341,29 @@ def test_a_run_that_brings_nothing_needs_no_word(stranger, sent, tmp_path):
     door = dict(kind="gym", name="clvla.envs.gym.doors:Door-v0", max_steps=9, expert="clvla.envs.gym.doors:plan")
     stream = Stream("doors", [Task("a", "a", "now: go", door), Task("b", "b", "b", dict(kind="minihack", name="minihack:MiniHack-Room-5x5-v0"))])
     assert stream_from(json.loads(json.dumps(stream_json(stream)))) == stream
+    data = dict(base=["hf:lab/data", "/a:b"], gym={"go: now": "CartPole-v1"}, minihack={"go": "minihack:MiniHack-Room-5x5-v0"},
+                libero=True, layouts={"/a:b": dict(cameras={"top": "observation.images.top"})})
+    source = dict(kind="lerobot", parts=[dict(path="hf:lab/data", task_index=[0])])
+    assert code_of(dict(suite=data, tasks=[dict(source=source, env=door)], init_from="/x:y", runner_kw={}, machines="")) == []
+
+
+def test_a_message_keeps_to_its_line(stranger, sent, tmp_path):
+    bring, _, evil = stranger
+    run = bring("plugin_file")
+    evil.write_text("# \x1b[2K\x1b[1A nothing to see\n")
+    plugin_file(run, evil)
+    said = []
+    check_code(run, trust=True, say=said.append)
+    assert "\x1b" not in said[0] and "\\x1b[2K" in said[0]
+    run = shutil.copytree(sent/"run", tmp_path/"lines")
+    with_env(run, kind="gym", expert="evil:\n all is well\x1b[1A")
+    with pytest.raises(ValueError) as e: check_code(run)
+    assert "\n" not in str(e.value) and "\x1b" not in str(e.value)
 
 
 def test_what_the_user_names_later_is_the_users(sent, tmp_path, monkeypatch):
     "An evaluation that the owner begins, on a stream that names a module: its child may run that, and only that."
-    from clvla.core.trust import claim, code_of, refused
+    from clvla.core.trust import claim, refused
     monkeypatch.setenv("HOME", str(sent))
     for name in (APPROVED, "CLVLA_STATE", "XDG_STATE_HOME"): monkeypatch.delenv(name, raising=False)
     begin_eval(check_eval(EvalConfig(run_dir=str(sent/"run"), n_trials=1)))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOTE', 'APPROVED', 'state_folder', 'user_key', 'code_of', 'foreign', 'note_code', 'approve', 'refused', 'claim',
-           'refusal', 'check_stored']
+           'plain', 'refusal', 'check_stored']
 
 # %% ../../nbs/core/12_trust.ipynb #4f7ac22e
 import hashlib, hmac, json, os, re, secrets
@@ -57,20 +57,23 @@ def _places(spec, kind:str, key:str="")->list:
     if not isinstance(spec, str): return []
     m = _PLACE.fullmatch(spec)
     if not m and key != "expert": return []
-    in_menu = m and (m[1].startswith("clvla.envs.") or key == "name" and m[1] == kind)
+    in_menu = m and (m[1].startswith("clvla.envs.") or key != "expert" and m[1] == kind)
     return [] if in_menu else [f"module {spec}"]
+
+_NO_SPECS = ("base", "name", "tasks", "without", "task_order", "probes", "budget", "layouts", "layout", "data", "source", "prompt")
 
 def code_of(
     value # as JSON gives it: a config, a stream, a part of one
 )->list:  # sorted lines, as in "module my_lab.arm:plan"; [] where names of the menus are all there is
     "Which code a stored value names."
     found = set()
-    def look(x):
+    def look(x, in_suite=False):   # there, the name of a kind stands before the environments of data sets
         for k,v in x.items() if isinstance(x, dict) else enumerate(x):
             if k in ("env", "eval_env") and isinstance(v, (dict, list, tuple)):
                 found.update(_places(v, str(v.get("kind", "")) if isinstance(v, dict) else ""))
             elif k in ("machines", "address") and isinstance(v, str) and v.strip(): found.add(f"host {v}")
-            elif isinstance(v, (dict, list, tuple)): look(v)
+            elif in_suite and isinstance(x, dict) and isinstance(v, dict) and k not in _NO_SPECS: found.update(_places(v, str(k)))
+            elif isinstance(v, (dict, list, tuple)): look(v, in_suite or k == "suite")
     if isinstance(value, (dict, list, tuple)): look(value)
     return sorted(found)
 
@@ -143,13 +146,17 @@ def claim(
         approve(folder, code)
         if new and code: say(f"{folder} cannot be marked as begun here ({why}); going on with it later needs -p trust True")
 
+def plain(text:str, most:int=1000)->str:
+    "Somebody's text for a message: on one line, and nothing in it moves a terminal's cursor."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most])
+
 def refusal(
     folder,   # of a run
     left:list # what `refused` gave
 )->str:
     "The sentence that names what would have run, from where, and how to allow it."
     why = foreign(folder) or "it names more than when this user began it"
-    return (f"{folder} is data, not code: {why}, and this would run or follow {'; '.join(left)}; read that first, then allow "
+    return (f"{folder} is data, not code: {why}, and this would run or follow {plain('; '.join(left))}; read that first, then allow "
             f"it with -p trust True, or python -m clvla.run --trust {folder}")
 
 def check_stored(

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..core.config import entries as check_entries
 from ..core.files import read_json, sha256, write_atomic, write_json
 from ..core.plugins import describe, load_plugins
-from ..core.trust import approve, claim, code_of, foreign, refusal, refused
+from ..core.trust import approve, claim, code_of, foreign, plain, refusal, refused
 from .folder import RunFolder
 
 # %% ../../nbs/run/13_plugins.ipynb #b1000006
@@ -23,7 +23,7 @@ def stored_plugins(
     for entry in entries:
         if "copy" not in entry: continue
         copy,digest = Path(entry["copy"]),entry["id"]
-        if not copy.exists(): raise ValueError(f"{copy} is missing: the run was begun with this plugin; put it back")
+        if not copy.is_file(): raise ValueError(f"{copy} is missing: the run was begun with this plugin; put it back")
         if sha256(copy) != digest:
             raise ValueError(f"{copy} was changed after the run began; put the file back whose sha256 is {digest}, "
                              "or start a new run_dir with the changed plugin")
@@ -32,7 +32,7 @@ def stored_plugins(
 def _entries(run_dir)->list:
     "The entries of plugins.json, each file with its copy's path."
     path = Path(run_dir)/"plugins.json"
-    entries = read_json(path) if path.exists() else []
+    entries = read_json(path) if path.is_file() else []
     if not isinstance(entries, list): raise ValueError(f"{path} is no list of plugins; take the file as the run wrote it")
     for entry in entries:
         check_entries(entry, dict(name=str, kind=str, id=str), str(path), "take the file as the run wrote it")
@@ -173,9 +173,9 @@ def _shown(run_dir, line:str)->str:
     "A line of `code_in` with the file's place, hash and first lines."
     what,_,text = line.partition(" ")
     path = Path(run_dir)/text.partition(" sha256 ")[0] if what == "file" else _file_of(text) if what in ("module", "plugin") else None
-    if path is None or not path.is_file(): return line
-    begins = [x[:120] for x in path.read_text(errors="replace").splitlines() if x.strip()][:6]
-    return f"{line}: {path}, sha256 {sha256(path)}, begins\n    "+"\n    ".join(begins)
+    if path is None or not path.is_file(): return plain(line)
+    begins = [plain(x, 120) for x in path.read_text(errors="replace").split("\n") if x.strip()][:6]
+    return f"{plain(line)}: {path}, sha256 {sha256(path)}, begins\n    "+"\n    ".join(begins)
 
 def _file_of(name:str)->Path|None:
     "The file of a module or of a place in one, found without importing it."
