@@ -263,6 +263,10 @@ DOOR = {   # found by `check_policy`, before anything is built
     "another family": (edit("config.json", '"qwen2_5_vl"', '"paligemma"'), "model_type in config.json is 'paligemma', expected 'qwen2_5_vl'"),
     "no configuration": (drop("config.json"), "has no config.json, found"),
     "a configuration that is none": (lambda f: (f/"config.json").write_text("[1]"), "model_type in config.json is None|another family"),
+    "a kernel of the hub's": (edit("config.json", '"model_type": "qwen2_5_vl",', '"model_type": "qwen2_5_vl", "_attn_implementation": "somebody/attention",'),
+                              "names 'somebody/attention' as the way to compute attention"),
+    "a kernel for a part": (edit("config.json", '"model_type": "qwen2_5_vl",', '"model_type": "qwen2_5_vl", "attn_implementation": {"vision_config": "a/b"},'),
+                            "names 'a/b' as the way to compute attention"),
     "no tokenizer": (drop("tokenizer.json"), "no file for the tokenizer: none of tokenizer.json"),
     "no image processor": (drop("preprocessor_config.json", "processor_config.json"), "no file for the pictures: none of"),
     "cut off": (lambda f: os.truncate(f/SHARD, 500_000), "model-00002-of-00004.safetensors is cut off.*it has 500000 bytes, and its header says"),
@@ -307,6 +311,21 @@ def test_a_folder_with_a_fault_is_named(what, home, saved, tmp_path):
     with pytest.raises(ValueError, match=match): check_policy(run) if what in DOOR else build_policy(run, 4, 4)
     if what in DEEP: check_policy(run)
     assert command.main([str(folder)]) == 1
+
+
+def test_code_in_a_folder_is_not_run(home, saved, tmp_path, monkeypatch):
+    "Names of classes in a module that lies there (auto_map) are passed over by configuration, tokenizer and model."
+    folder, marker = shutil.copytree(home/"lab"/"qwen", tmp_path/"folder"), tmp_path/"marker"
+    (folder/"evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    names = ("AutoConfig", "AutoModel", "AutoProcessor", "AutoImageProcessor", "AutoModelForImageTextToText")
+    for file in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
+        about = json.loads((folder/file).read_text())
+        about["auto_map"] = dict.fromkeys(names, "evil.Evil") | dict(AutoTokenizer=["evil.Evil", "evil.Evil"])
+        (folder/file).write_text(json.dumps(about))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    build_policy(Run(model_kw=dict(weights=str(folder))), 4, 4)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

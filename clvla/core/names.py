@@ -45,7 +45,8 @@ def _is_place(entry)->bool:
 def at_place(
     where:str # "module:name"
 ):            # what stands there
-    "Import an entry; ValueError when the module has no such name."
+    "Import an entry; ValueError when the module has no such name, or for a text that is no place."
+    if not _is_place(where): raise ValueError(f"{where!r} is no place; give a module and a name in it, as in 'my_lab.arm:plan'")
     module,_,name = where.partition(":")
     try: return getattr(importlib.import_module(module), name)
     except AttributeError as e: raise ValueError(f"{where!r}: module {module} has no {name!r}") from e

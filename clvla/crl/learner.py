@@ -15,6 +15,7 @@ from ..core.batch import torch_rng
 from ..core.files import write_json
 from ..core.processes import keep_memory
 from ..core.progress import emit
+from ..core.trust import claim, code_of
 from .all import make_agent, make_cl, make_runner
 from .background import Aside
 from .config import AgentConfig, experiment_of, resolve_agent
@@ -123,6 +124,7 @@ def build(self:AgentLearner,
     self.agent.build(self.exp, self.spaces, self.acc.device)
     self.examiner = self.runner.examiner({i: self.mark(i) for i in self.stream.ids})
     for line in self.agent.about(): shell.say(line)
+    claim(shell.run.path, code_of(self.described()))
     write_json(shell.run.path/"stream.json", self.described())
 
 @patch

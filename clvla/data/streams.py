@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from numbers import Integral
 from ..core.config import entries
 from ..core.names import closest
+from ..core.trust import check_stored
 
 # %% ../../nbs/data/00_streams.ipynb #4852bb46
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Stage:
     task:Task  # what is trained there
 
 # %% ../../nbs/data/00_streams.ipynb #dad08716
+def _leads_out(name:str)->bool:
+    "Whether a name, as a path in a folder, leads out of that folder."
+    return isinstance(name, str) and (name.startswith("/") or ".." in name.replace("\\", "/").split("/"))
+
 @dataclass(frozen=True)
 class Stream:
     "Tasks, the order in which they come, and how often."
@@ -49,6 +54,8 @@ class Stream:
     def __post_init__(self):
         object.__setattr__(self, "tasks", tuple(self.tasks))
         ids = [task.id for task in self.tasks]
+        if wrong := [x for x in (self.name, *ids) if _leads_out(x)]:
+            raise ValueError(f"stream {self.name!r}: {wrong[0]!r} leads out of the folders that it names; choose a name without '..'")
         if not ids: raise ValueError(f"stream {self.name!r} has no tasks; a stream needs at least one")
         if twice := sorted({i for i in ids if ids.count(i) > 1}):
             raise ValueError(f"stream {self.name!r} has task ids twice: {twice}")
@@ -101,9 +108,10 @@ TASK = dict(id=str, name=str, prompt=str, env=(dict, NONE), source=(dict, NONE),
 
 def stream_from(
     d:dict,                # what `stream_json` gave, perhaps read from a file
-    where:str="stream.json" # where it comes from, for the message
+    where:str="stream.json" # the file that it comes from
 )->Stream:
-    "The stream that `stream_json` described; a run adds the names of its `stages`."
+    "The stream that `stream_json` described; a run adds the names of its `stages`; ValueError for code of a stranger's."
+    check_stored(d, where)
     entries(d, STREAM, str(where), optional=["stages"])
     if any(type(name) is not str for name in d.get("stages", ())):
         raise ValueError(f"{where}: 'stages' must hold names, found {d['stages']!r}; take the file as it was written")

@@ -14,6 +14,7 @@ import json
 from ..core.plugins import load_plugins
 from .all import method_for, methods
 from ..run.config import identity, settings_of
+from ..run.plugins import plugins_of
 from ..train.config import TrainConfig, check_suite, folder_name, resolve, stream_for, stream_name, suits_of
 
 # %% ../../nbs/rl/20_config.ipynb #c2000007
@@ -51,7 +52,8 @@ def algo_for(
 )->str:    # a key of `methods`
     "The method of a run that names none; ValueError for a suite or a model that nobody knows."
     check_suite(cfg)
-    load_plugins(cfg.plugins)
+    if cfg.run_dir: plugins_of(cfg)   # whose folder may be a stranger's
+    else: load_plugins(cfg.plugins)
     return method_for(cfg.head or suits_of(cfg)["head"])
 
 # %% ../../nbs/rl/20_config.ipynb #c20000a3

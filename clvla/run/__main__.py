@@ -26,15 +26,16 @@ def spin_briefly(
 
 # %% ../../nbs/run/06_main.ipynb #51f9561a
 def main(
-    args:list # run folder, and optionally the name of an evaluation
+    args:list # run folder, optionally the name of an evaluation, and --trust (page run/plugins)
 ):
     "Do the run of a folder, or evaluate its checkpoints."
     end_with_parent()  # the first act, before anything that takes seconds to import
     spin_briefly(os.environ)   # read when PyTorch is imported
-    if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.run RUN_DIR [EVALUATION]")
+    args,trust = [a for a in args if a != "--trust"],"--trust" in args
+    if len(args) not in (1, 2): raise SystemExit("usage: python -m clvla.run [--trust] RUN_DIR [EVALUATION]")
     run = RunFolder(args[0])
     use_gpus(run.cfg)
-    cfg = replace(run.cfg, plugins=plugins_of(run.cfg, copies=True))
+    cfg = replace(run.cfg, plugins=plugins_of(replace(run.cfg, trust=trust), copies=True))
     if len(args) == 2:
         for line in changes(run.path): print(line)   # a run says it itself
         evaluations[cfg.learner](run.path, args[1])

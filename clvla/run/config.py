@@ -15,7 +15,7 @@ import inspect, math, os, sys
 from ast import literal_eval
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from ..core.config import config_from, config_json
+from ..core.config import config_from, config_json, stored_config
 from ..core.files import read_json
 from ..core.names import closest
 from ..core.plugins import load_plugins
@@ -31,6 +31,7 @@ class RunConfig:
     run_dir:str = ""            # folder of results
     data_dir:str = ""           # demonstrations and frame stores; default $CLVLA_DATA or ~/.cache/clvla
     plugins:list = field(default_factory=list) # modules and .py files that bring algorithms, policies, kinds, streams
+    trust:bool = False          # run what a folder that somebody else began brings or names; it is shown first
     num_processes:int = 1       # training processes on each machine
     machines:str = ""           # hosts of a run on several machines, with commas; the first one coordinates
     strategy:str = "ddp"        # how several processes share the work: ddp, zero1, zero2, zero3
@@ -46,7 +47,7 @@ class RunConfig:
     gpus:str = ""               # the GPUs of each machine that the run may use, as in "1,2"; default all
     # settings that change no number: only these may differ when a run is continued
     ADDED = ()   # settings that were added later; their default does what older versions did
-    FREE = ("run_dir", "data_dir", "plugins", "machines", "timeout", "detached", "save_every", "save_minutes", "keep",
+    FREE = ("run_dir", "data_dir", "plugins", "trust", "machines", "timeout", "detached", "save_every", "save_minutes", "keep",
             "keep_tasks", "gpus")
     POSITIVE = ("num_processes", "timeout", "keep")
     NOT_NEGATIVE = ("seed", "threads", "save_every", "save_minutes")
@@ -411,7 +412,7 @@ def read_config(
         cls = configs[str(stored.get("learner", "imitation"))]   # runs of older versions are all imitation
         known = {f.name: f.type for f in fields(cls)}
         stored = {k: typed(k, v, known[k]) if k in known else v for k,v in cls.converted(stored).items()}
-        return replace(config_from(cls, stored), run_dir=str(Path(run_dir).resolve()))  # it may have been moved
+        return replace(stored_config(cls, stored), run_dir=str(Path(run_dir).resolve()))  # it may have been moved
     except ValueError as e:
         raise ValueError(f"{path}: {e}. Take the file that the run wrote, or start in a new folder") from e
 

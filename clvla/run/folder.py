@@ -15,6 +15,7 @@ from ..core.files import clean_temporary, read_json, write_json
 from ..core.lock import hold_lock, read_lock, this_process
 from ..core.processes import peak_memory
 from ..core.records import append_jsonl, mend_jsonl, read_jsonl
+from ..core.trust import claim, code_of
 from ..eval.metrics import record_key
 from .config import RunConfig, differences, read_config
 from .stop import kill_cause, oom_kills
@@ -35,9 +36,10 @@ class RunFolder:
     )->str:            # "new", "continued" or "done"
         "Claim the folder for `cfg`; ValueError as `check` raises it."
         changes = self.check(cfg)
-        if not (self.path/"config.json").exists(): return self._begin_new(cfg)
+        if not (self.path/"config.json").exists(): return self._begin_new(cfg, say)
         if self.done: return "done"
         if changes: return self._replace_settings(cfg, changes, say)
+        claim(self.path, code_of(config_json(cfg)), say=say)
         write_json(self.path/"config.json", config_json(cfg))  # settings that are free may be new
         return "continued"
 
@@ -63,8 +65,9 @@ class RunFolder:
 
 # %% ../../nbs/run/00_folder.ipynb #235dc637
 @patch
-def _begin_new(self:RunFolder, cfg:RunConfig)->str:
-    "Write the settings and the versions of a new run."
+def _begin_new(self:RunFolder, cfg:RunConfig, say=print)->str:
+    "Write who begins it, the settings and the versions of a new run."
+    claim(self.path, code_of(config_json(cfg)), new=True, say=say)
     write_json(self.path/"config.json", config_json(cfg))
     self.other_versions()
     return "new"
@@ -80,7 +83,7 @@ def _replace_settings(self:RunFolder, cfg:RunConfig, changes:list, say)->str:
     "Give a folder without results to another run."
     say(f"{self.path} belongs to a run that has no result yet; its settings are replaced: {'; '.join(changes)}")
     self.clear()
-    return self._begin_new(cfg)
+    return self._begin_new(cfg, say)
 
 @patch(as_prop=True)
 def has_results(self:RunFolder)->bool:
@@ -93,7 +96,7 @@ def clear(self:RunFolder):
     "Remove what a run without results has prepared; ValueError when there are results."
     if self.has_results: raise ValueError(f"{self.path} holds the results of a run; choose another run_dir")
     prepared = ("versions.json", "stream.json", "dataset_statistics.json", "cost.json", "base.safetensors",
-                "generators-*.safetensors", "bad_updates*.jsonl", "plugins.json", "stopped.json", "failed.json")
+                "generators-*.safetensors", "bad_updates*.jsonl", "plugins.json", "stopped.json", "failed.json", "begun.json")
     for p in [p for name in prepared for p in self.path.glob(name)]: p.unlink()
     shutil.rmtree(self.path/"plugins", ignore_errors=True)
 
@@ -115,7 +118,8 @@ def check_folder(
 @patch
 def check_empty(self:RunFolder):
     "ValueError when there is a folder with files in it, other than those of `lock`."
-    if self.path.exists() and {p.name for p in self.path.iterdir()} - {"run.lock", "reserve"}:
+    there = list(self.path.iterdir()) if self.path.exists() else []
+    if [p for p in there if p.name not in ("run.lock", "reserve", "begun.json") or p.is_symlink()]:
         raise ValueError(f"{self.path} is not empty and no run folder (no config.json); choose another run_dir")
 
 def stored_settings(
@@ -143,6 +147,7 @@ def lock(self:RunFolder):
             self.check_free()   # names the other process; if it names none:
             raise ValueError(f"{self.path} is being written by this process ({os.getpid()}) already; "
                              "choose another run_dir")
+        if (self.path/"reserve").is_symlink(): (self.path/"reserve").unlink()   # it might lead to a file of the user's
         with suppress(OSError): (self.path/"reserve").write_bytes(os.urandom(1 << 16))   # zeros might be compressed
         try: yield self
         finally: (self.path/"reserve").unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from ..core.records import append_jsonl, read_jsonl
 from ..eval.compare import Run, read_run, run_from
 from .config import identity
 from .folder import RunFolder
+from .plugins import keep_plugins
 from .resume import fingerprint
 from .sweep import sweep
 
@@ -76,7 +77,7 @@ def kept_runs(
     file.parent.mkdir(parents=True, exist_ok=True)
     def keep(path): append_jsonl(file, dict(name=names[str(path)]) | pack(path))
     for path,name in names.items():
-        RunFolder(path).begin(cfgs[name])
+        if RunFolder(path).begin(cfgs[name]) != "done": keep_plugins(cfgs[name])
         if RunFolder(path).done: keep(path)
     sweep(list(names), parallel, on_done=keep)
     kept = read_kept(file, cfgs)

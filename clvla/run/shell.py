@@ -20,7 +20,7 @@ from .checkpoint import clean, latest_checkpoint, prune
 from .child import explain
 from .config import use_gpus
 from .folder import Cost, RunFolder
-from .plugins import take_plugins
+from .plugins import check_code, take_plugins
 from .resume import load_into, mend_records, say_versions, write_checkpoint
 from .stop import StopFlag, Stopped
 
@@ -30,6 +30,7 @@ def run_learner(
     say=print # called with each line for the user; rank 0 only
 )->RunFolder: # the folder with the run's records and checkpoints
     "Do a run, or what is left of it. `Stopped` when a signal ends it."
+    check_code(cfg.run_dir, cfg.trust)
     use_gpus(cfg)
     shell = Shell(cfg, say)
     if shell.run.done:

@@ -11,10 +11,11 @@ import json, re
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from ..core.config import config_from, config_json
+from ..core.config import config_json, stored_config
 from ..core.files import read_json, write_json
 from ..core.names import ACTION, IMAGE, IMAGES, STATE
 from ..core.trials import TRIALS
+from ..core.trust import claim, code_of
 from ..data.stats import Processor
 from ..data.streams import Stream, stream_from, stream_json
 from ..envs.all import kind_of, make_env, make_stream
@@ -24,6 +25,7 @@ from ..policies.all import read_policy
 from ..run.checkpoint import checkpoints
 from ..run.config import read_config
 from ..run.folder import RunFolder
+from ..run.plugins import plugins_of
 from .config import stream_name
 
 # %% ../../nbs/train/05_eval_config.ipynb #01295583
@@ -42,10 +44,10 @@ class EvalConfig:
     rows_per_task:int = 0    # episodes of one task under way at once, where tasks have rows of their own; 0: as the run
     part:str = "0/1"         # which part of the episodes is played here, number a of b
     batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for heavy simulators and for parts
+    trust:bool = False       # run what a folder that somebody else began brings or names; it is shown first
 
     @classmethod
     def settings(cls, given:dict)->dict: return {}   # there are no others
-
     @property
     def chosen(self)->list:
         if not isinstance(self.tasks, str): return list(self.tasks)
@@ -102,6 +104,7 @@ def check_eval(
     "Raise ValueError for an evaluation that cannot be meant, and FileNotFoundError where there is no run."
     _check_numbers(cfg)
     run = read_config(cfg.run_dir)
+    plugins_of(replace(run, trust=cfg.trust), copies=True)   # ValueError for a stranger's
     points = checkpoints(Path(cfg.run_dir)/"checkpoints", ends=True)[-1 if cfg.last_only else 0:]
     if not points: raise ValueError(f"{cfg.run_dir} has no checkpoint yet; let its run finish a task first")
     if not cfg.last_only and not run.keep_tasks:
@@ -203,6 +206,7 @@ def begin_eval(
             raise ValueError(f"{path} belongs to another evaluation: {'; '.join(wrong)}; evaluate with its settings, "
                              "or remove that folder")
     RunFolder(path).check_free()
+    claim(cfg.run_dir, code_of([new, stream_json(evaluation.stream)]))
     write_json(path/"config.json", new)
     if evaluation.elsewhere: _write_stream(evaluation)
     return path
@@ -222,4 +226,4 @@ def read_eval_config(
     "The config of an evaluation that was begun."
     path = Path(run_dir)/"evals"/name/"config.json"
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
-    return replace(config_from(EvalConfig, read_json(path)), run_dir=str(run_dir))
+    return replace(stored_config(EvalConfig, read_json(path)), run_dir=str(run_dir))

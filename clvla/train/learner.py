@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from ..cl.all import make_algo
 from ..core.files import json_text, read_json, write_json
 from ..core.progress import emit
+from ..core.trust import claim, code_of
 from ..data.loader import TaskData
 from ..data.streams import stream_json
 from ..envs.all import kind_of
@@ -107,7 +108,9 @@ def write_stream(self:OnStream):
     "Write what the pages that show a run read."
     path = self.shell.run.path
     write_json(path/"dataset_statistics.json", self.processor.stats)
-    write_json(path/"stream.json", stream_json(self.stream)|dict(stages=[stage.name for stage in self.stages]))
+    stream = stream_json(self.stream)|dict(stages=[stage.name for stage in self.stages])
+    claim(path, code_of(stream))
+    write_json(path/"stream.json", stream)
 
 # %% ../../nbs/train/04_learner.ipynb #d0900004
 @patch

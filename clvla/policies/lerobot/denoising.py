@@ -237,7 +237,7 @@ def open(self:MultiTaskDiT,
     "LeRobot's policy on the CLIP of a folder."
     from transformers import AutoTokenizer, CLIPConfig
     h = CLIPConfig.from_pretrained(path, local_files_only=True).vision_config.image_size
-    self.phrase = Phrase(AutoTokenizer.from_pretrained(path, local_files_only=True))
+    self.phrase = Phrase(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
     at = dict.fromkeys(["vision_encoder_name", "text_encoder_name"], str(path))
     with quiet(): return super(MultiTaskDiT, self).build(options | at | dict(image_resize_shape=(h, h))).float()
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ATTENTIONS', 'FLASH', 'AGAIN', 'TOKENIZER', 'PICTURES', 'DOCUMENTS', 'DTYPES', 'Stock', 'models_home', 'hub_cache',
-           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'stock_class', 'quiet', 'abi',
-           'flash_trouble', 'choose_attention', 'FollowDevice', 'refuse_cpu', 'watch_attention', 'check_settings',
-           'check_modules']
+           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'hub_kernel', 'stock_class',
+           'quiet', 'abi', 'flash_trouble', 'choose_attention', 'FollowDevice', 'refuse_cpu', 'watch_attention',
+           'check_settings', 'check_modules']
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000003
 import importlib, importlib.util, json, math, os
@@ -141,12 +141,25 @@ def open_folder(
     if kind != stock.kind:
         raise ValueError(f"{path} holds weights of another family: model_type in config.json is {kind!r}, expected "
                          f"{stock.kind!r}; name other weights, or choose the model that these belong to")
+    if kernel := hub_kernel(about):
+        raise ValueError(f"{path}/config.json names {kernel!r} as the way to compute attention: transformers would fetch that from the "
+                         "hub and run it; take that line out")
     for what,some in dict(tokenizer=TOKENIZER, pictures=PICTURES).items():
         if not set(some) & set(names):
             raise ValueError(f"{path} has no file for the {what}: none of {', '.join(some)}; {AGAIN}")
     files = {file: shapes(path/file, indexed) for file,indexed in shards(path).items()}
     with reading(path/"config.json"): config = stock_class(stock.config).from_pretrained(path, local_files_only=True)
     return Folder(path=path, stock=stock, config=config, files=files, by_path=path == Path(name).expanduser().resolve())
+
+def hub_kernel(about)->str:   # "" where there is none
+    "The kernel of the hub's that a configuration names, as in 'somebody/attention'."
+    parts = about.items() if isinstance(about, dict) else enumerate(about) if isinstance(about, list) else ()
+    for k,v in parts:
+        named = v if isinstance(v, dict) else {"": v}
+        for x in named.values() if str(k).endswith("_implementation") else ():
+            if isinstance(x, str) and "/" in x: return x
+        if inside := hub_kernel(v): return inside
+    return ""
 
 def stock_class(name:str):
     "A class of transformers, which is imported when it is first asked for."

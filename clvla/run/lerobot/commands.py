@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['MODES', 'ClvlaConfig', 'cameras_of', 'snapped', 'as_bytes', 'ClvlaPolicy', 'make_clvla_pre_post_processors',
            'lerobot_stats', 'lerobot_processors', 'lerobot_folder', 'two_valued', 'config_of', 'TwoValued',
-           'own_folder', 'Played', 'ClvlaEnv']
+           'own_folder', 'guard_steps', 'Played', 'ClvlaEnv']
 
 # %% ../../../nbs/run/18_lerobot.ipynb #1e300002
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from lerobot.envs import EnvConfig
 from lerobot.envs.utils import freeze_after_episode_end
 from lerobot.optim import AdamWConfig
 from lerobot.policies import PreTrainedPolicy, make_pre_post_processors
-from lerobot.processor import PolicyActionProcessorStep, ProcessorStepRegistry, make_default_pre_post_processors
+from lerobot.processor import (DataProcessorPipeline, PolicyActionProcessorStep, ProcessorStep, ProcessorStepRegistry,
+    make_default_pre_post_processors)
 from torch.nn.functional import interpolate
 from ...core.batch import torch_rng
 from ...core.files import read_json
@@ -262,6 +263,26 @@ def own_folder(
     for part in (before, behind): part.save_pretrained(folder)
     return folder
 
+
+# %% ../../../nbs/run/18_lerobot.ipynb #7a55e004
+def guard_steps():
+    "Stored processors name registered steps and LeRobot's own classes; a step from anywhere else is refused unimported."
+    lookup = DataProcessorPipeline._resolve_step_class.__func__
+    if lookup.__name__ == "guarded": return   # this page was imported before
+    def guarded(cls, entry):
+        where,config = str(entry.get("class", "")),entry.get("config") or {}
+        if "registry_name" not in entry and not where.startswith(("lerobot.", "clvla.")):
+            raise ValueError(f"the stored processor names the step {where!r}, and a folder's files say nothing of what is imported; "
+                             "register it (ProcessorStepRegistry) in a package that --plugin.discover_packages_path names")
+        step,key = lookup(cls, entry)
+        if not (isinstance(step, type) and issubclass(step, ProcessorStep)): raise ValueError(f"{where or key!r} is no processor step")
+        settings = [f.name for f in fields(step)] if is_dataclass(step) else []
+        if "trust_remote_code" in settings and config.get("trust_remote_code", True):
+            raise ValueError(f"the stored step {key!r} would run code that its tokenizer's folder brings; set trust_remote_code to false")
+        return step,key
+    DataProcessorPipeline._resolve_step_class = classmethod(guarded)
+
+guard_steps()
 
 # %% ../../../nbs/run/18_lerobot.ipynb #1e300019
 class Played(gym.Env):
