@@ -15,7 +15,7 @@ from ..core.config import entries
 from ..core.pictures import check_pixels
 from .contents import NOTES, data_files, file_at, file_hashes, lerobot_files, read_columns
 from .frames import FrameStore, reuse_store, write_store
-from .gate import Episode, Index, check_features, lerobot_index, marked_depth
+from .gate import Episode, Index, check_features, declared_size, lerobot_index, marked_depth
 from .layouts import check_layout, convert
 from .lerobot_write import decode_image, picture_file
 from .partition import lerobot_info, lerobot_tasks, partitions
@@ -83,7 +83,7 @@ class _Videos:
     def _from(self, key:str, file, start:float):
         "The frames of a video from a time on; the decoder that is open goes on when that time is near."
         old,frames,at = self.open.pop(key, (None, None, 0.))
-        if old != file or not start-1 <= at <= start:
+        if old != file or not start-4/self.index.films[file].rate <= at <= start+1e-6:
             if frames is not None: frames.close()
             return _video(file, start, self.size)
         return frames
@@ -158,7 +158,7 @@ def read_lerobot(
     for e,t in _tables(index, list(dict.fromkeys(cols)), wanted):
         at = f"{path}, episode {e.number}"
         num = {k: _numbers(t[c], f"{at}, column {c}", feats[c]) for k,c in own.items()}
-        pic = {k: _pictures(t[c], image_size, f"{at}, column {c}") if kinds[c] == "image" else videos(c, e)
+        pic = {k: _pictures(t[c], image_size, f"{at}, column {c}", feats[c]) if kinds[c] == "image" else videos(c, e)
                for k,c in cams.items()}
         ep = {**pic, **num, PROMPT: index.said[e.task_index]}
         yield convert(ep, layout) if layout else ep
@@ -180,14 +180,15 @@ def _numbers(column, where:str, feature:dict)->np.ndarray:
                          "delete the episode")
     return x
 
-def _picture(data, size, where:str)->np.ndarray:
+def _picture(data, size, shape, where:str)->np.ndarray:
     "A picture file as (h,w,3) uint8; ValueError names it."
-    with picture_file(where): return decode_image(data, size, where)
+    with picture_file(where): return decode_image(data, size, where, shape)
 
-def _pictures(column, size, where:str)->np.ndarray:
+def _pictures(column, size, where:str, feature:dict)->np.ndarray:
     "A column of picture files as (T,h,w,3) uint8."
     with reading(where): files = [x["bytes"] for x in column.to_pylist()]
-    return np.stack([_picture(data, size, f"{where}, frame {t}") for t,data in enumerate(files)])
+    shape = declared_size(feature)
+    return np.stack([_picture(data, size, shape, f"{where}, frame {t}") for t,data in enumerate(files)])
 
 def _batches(index:Index, cols:list, wanted:list):
     "First row, counted over all files, and table of up to 512 rows, from the row groups in which wanted episodes lie."

@@ -80,7 +80,8 @@ def image_header(
 def decode_image(
     data:bytes,         # a PNG or JPEG file
     size=None,          # h = w to resize to, pixels; None = as stored
-    where="a picture"   # what it is, for the message
+    where="a picture",  # what it is, for the message
+    shape=None          # height and width that it must have; None = any
 )->np.ndarray:          # (h,w,3) uint8
     "The pixels of a picture file, turned as its EXIF entry says, as LeRobot turns it."
     from PIL import Image, ImageOps
@@ -92,6 +93,9 @@ def decode_image(
                          "are 8 bits of colours or of grey; leave the column out, or store 8 bits")
     if img.getexif().get(ORIENTATION) is not None: img = ImageOps.exif_transpose(img)
     x = as_picture(np.asarray(img if img.mode == mode else img.convert(mode)), where, order="hwc")
+    if shape is not None and x.shape[:2] != tuple(shape):
+        raise ValueError(f"{where}: a picture is {x.shape[0]} x {x.shape[1]} (height x width), expected {shape[0]} x {shape[1]} as "
+                         "meta/info.json says; a camera has one size in a data set")
     if size is None or x.shape[:2] == (size, size): return x
     return np.asarray(Image.fromarray(x).resize((size, size), Image.BILINEAR))
 
