@@ -542,3 +542,48 @@ def test_a_data_set_that_changes_while_it_is_read(data, tmp_path, monkeypatch):
     monkeypatch.setattr(lerobot, "write_store", written)
     with pytest.raises(ValueError, match="while the data set was read"): import_task(task_of(data), tmp_path/"store")
     assert not (tmp_path/"store/meta.json").exists()
+
+
+# the check
+
+def test_the_command_says_what_it_is(made, films, tmp_path, capsys):
+    from clvla.data.check import check_lerobot, main
+    column(films, ROWS, ACTION, pa.array([[x[0], .25, x[2]] for x in values(films, ACTION)], pa.list_(pa.float32())))
+    column(films, ROWS, STATE, pa.array([[300+1e-4*(i % 3), 1.] for i in range(N)], pa.list_(pa.float32())))
+    assert main([str(films), "--strip", str(tmp_path/"strip.png")]) == 0
+    text, strip = capsys.readouterr().out, np.asarray(Image.open(tmp_path/"strip.png"))
+    for said in ("4 episodes, 26 frames at 10 a second, 5 to 8 frames", "task 0: 2 episodes, 12 frames, 3 words, 12 letters: Open the box", "camera front): 24 x 32, h264 yuv420p, 10 a second",
+                 "camera wrist): 16 x 16", "action, axis 1 never moves: it is 0.25", "observation.state, axis 0 hardly moves"): assert said in text
+    assert strip.shape == (3*96, 5*128+5*96, 3) and abs(strip[10:80, 10:100].reshape(-1, 3).mean(0)-[0, 10, 0]).max() < 6
+    for e, row in enumerate((0, 1, 3)): assert abs(strip[96*e+48, 600].astype(int)-[40*row, 12*(4+row)+10, 0]).max() < 12
+    d = check_lerobot(films)
+    assert np.isclose(d["stats"][ACTION][0]["mean"], np.mean([x[0] for x in values(films, ACTION)])) and d["warnings"] and json.dumps(d)
+
+
+@pytest.mark.parametrize("fault", ["backwards", "gone", "nan", "lacks"])
+def test_the_check_and_the_import_say_the_same(data, tmp_path, capsys, fault):
+    from clvla.data.check import main
+    ROW_FAULTS[fault][0](data)
+    assert main([str(data)]) == 1
+    said = capsys.readouterr().err
+    with pytest.raises(ValueError) as e: import_lerobot(data, tmp_path/"frames", "by_dataset")
+    assert said == f"clvla-data: refused: {e.value}\n" and "\n" not in str(e.value)
+
+
+def test_folders_that_are_none(tmp_path, capsys):
+    from clvla.data.check import main
+    os.mkfifo(tmp_path/"pipe")
+    for folder in (tmp_path, tmp_path/"nothing", tmp_path/"pipe", "/dev/null"): assert main([str(folder)]) == 1
+    assert capsys.readouterr().err.count("is no LeRobotDataset v3") == 4
+
+
+def test_the_check_reads_a_data_set_once(data, monkeypatch):
+    "No column is read from a row group twice, and pictures are left where they are."
+    from clvla.data.check import check_lerobot
+    seen, real = [], pq.ParquetFile.iter_batches
+    def counted(self, *a, **kw):
+        seen.append((kw.get("row_groups"), tuple(kw["columns"])))
+        return real(self, *a, **kw)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    check_lerobot(data)
+    assert seen == [(None, (IMAGE,)), *(([g], (STATE, ACTION)) for g in range(4))]
