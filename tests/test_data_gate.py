@@ -587,3 +587,21 @@ def test_the_check_reads_a_data_set_once(data, monkeypatch):
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
     check_lerobot(data)
     assert seen == [(None, (IMAGE,)), *(([g], (STATE, ACTION)) for g in range(4))]
+
+
+def test_a_run_goes_on_from_another_working_folder(plain, tmp_path, monkeypatch):
+    "The folder is named relative to two places, with a slash behind, and whole; a run of before kept the relative name."
+    from clvla.run.folder import RunFolder
+    from clvla.train.config import TrainConfig
+    from clvla.train.learner import train_cl
+    shutil.copytree(plain, tmp_path/"a/set")
+    (tmp_path/"b").mkdir()
+    kw = dict(algo="er", evaluate="none", smoke=True, steps_per_task=2, image_size=32, n_workers=1, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))
+    monkeypatch.chdir(tmp_path/"a")
+    run = train_cl(TrainConfig(suite="set", **kw), say=len)
+    write_json(run.path/"config.json", read_json(run.path/"config.json") | dict(suite="set"))
+    assert train_cl(TrainConfig(suite="set/", **kw), say=len).done
+    write_json(run.path/"config.json", read_json(run.path/"config.json") | dict(suite=str(tmp_path/"a/set")))
+    monkeypatch.chdir(tmp_path/"b")
+    for suite in ("../a/set", str(tmp_path/"a/set")): assert train_cl(TrainConfig(suite=suite, **kw), say=len).done
+    assert len(list((tmp_path/"data").rglob("meta.json"))) == 2 and RunFolder(tmp_path/"run").done

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INFO_BYTES', 'KINDS', 'LONGEST', 'partitions', 'regular', 'lerobot_info', 'lerobot_tasks', 'used_tasks',
-           'by_task_index', 'by_dataset', 'fetch']
+           'by_task_index', 'by_dataset', 'absolute_folders', 'fetch']
 
 # %% ../../nbs/data/04_partition.ipynb #f9fb65d5
 import errno, os, re, stat
@@ -122,6 +122,16 @@ def _auto(paths:list)->list:
     "`by_task_index` when that yields two tasks or more, else `by_dataset`."
     tasks = by_task_index(paths)
     return tasks if len(tasks) > 1 else by_dataset(paths)
+
+def absolute_folders(
+    suite, # a stream's name, a folder or several, or an inline stream with such a `base`
+    names  # of registered streams
+):         # the same, each folder with its whole path
+    "Folders by their whole path, so that a run goes on from another working folder."
+    if isinstance(suite, dict): return suite | dict(base=absolute_folders(suite["base"], names)) if "base" in suite else suite
+    if isinstance(suite, (list, tuple)): return [absolute_folders(one, names) for one in suite]
+    if not isinstance(suite, (str, Path)) or str(suite) in ("", *names) or not Path(suite).is_dir(): return suite
+    return os.path.abspath(suite)
 
 partitions = Registry("partition", auto=_auto, by_task_index=by_task_index, by_dataset=by_dataset)
 
