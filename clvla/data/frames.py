@@ -250,9 +250,10 @@ def gather(self:FrameStore,
 
 # %% ../../nbs/data/01_frames.ipynb #740b953f
 def reuse_store(
-    path,       # where the store should be
-    source:dict # fingerprint of what it should be made from
-):              # the store, or None when it has to be made
+    path,           # where the store should be
+    source:dict,    # fingerprint of what it should be made from
+    entries_of=dict # called with a source: the entries that are compared
+):                  # the store, or None when it has to be made
     "Open a store that was made from the same source; ValueError when it was made from another."
     path = Path(path)
     if not path.exists(): return None
@@ -260,10 +261,10 @@ def reuse_store(
         print(f"{path} is half-written (an earlier run was interrupted there); it is made anew")
         return shutil.rmtree(path)
     store = FrameStore.open(path)
-    diff = [f"{k}: {store.source.get(k)!r} -> {source.get(k)!r}" for k in sorted({*store.source, *source})
-            if store.source.get(k) != source.get(k)]
+    old,new = entries_of(store.source),entries_of(source)
+    diff = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
     if diff:
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(diff)}); remove the folder, or choose another data "
+            f"{path} was made with other settings ({'; '.join(diff)[:800]}); remove the folder, or choose another data "
             f"folder")
     return store

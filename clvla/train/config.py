@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 import json, os
-from ..envs.all import defaults_of, make_stream
+from ..data.partition import absolute_folders
+from ..envs.all import defaults_of, make_stream, stream_names
 from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, typed, with_folders, world_of
 from ..run.plugins import plugins_of
 from .schedules import check_schedule
@@ -141,6 +142,7 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
     @classmethod
     def converted(cls, stored:dict)->dict:
         stored = dict(lora_rank=0) | stored   # a run of before adapters
+        if "suite" in stored: stored |= dict(suite=absolute_folders(stored["suite"], stream_names()))
         moved = {k: stored[k] for k in ("replay_ratio", "buffer_size") if k in stored}
         rest = {k: v for k,v in stored.items() if k not in moved}
         set_by_user = {k: v for k,v in moved.items() if v is not None}
@@ -192,6 +194,7 @@ def resolve(
 )->TrainConfig:     # with folders and what suits the stream and the policy filled in, and small numbers when `smoke` is set
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
     check_suite(cfg)
+    cfg = replace(cfg, suite=absolute_folders(cfg.suite, stream_names()))
     plugins_of(with_folders(cfg, folder_name(cfg)))
     check_schedule(cfg.schedule)
     cfg = sort_settings(cfg)
