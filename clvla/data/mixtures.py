@@ -80,11 +80,11 @@ def facts(
                 sizes=sizes, names={k: texts if len(texts) == sizes[k] else [] for k,texts in names.items()})
 
 def how(
-    path # of a data set
+    *paths # of data sets
 )->str:
     "How a user says which column is which."
-    return (f"say which column is which: suite={{'base': [...], 'layouts': {{{str(path)!r}: {{'cameras': {{'front': "
-            f"'{IMAGES}...'}}, 'columns': {{'{STATE}': ...}}}}}}}}")
+    said = ", ".join(f"{str(path)!r}: {{'cameras': {{'front': '...'}}, 'columns': {{'state': '...'}}}}" for path in paths)
+    return f"say which column is which: suite={{'base': [...], 'layouts': {{{said}}}}}"
 
 # %% ../../nbs/data/10_mixtures.ipynb #af0fb9e6
 def _cameras(f:dict)->str: return ", ".join(f"{k.removeprefix(IMAGES)} = {column}" for k,column in f["cameras"].items())
@@ -128,7 +128,7 @@ def check_mixture(
         for word,what,x,y in differences(facts(first), facts(part)):
             found = f"{first['path']} and {part['path']} differ in {what}: {x} and {y}"
             if word: lines.append(refuse_or_say(word, accept, found, REMEDY[word]))
-            else: raise ValueError(f"{found}; " + (how(part["path"]) if what == "cameras" else
+            else: raise ValueError(f"{found}; " + (how(first["path"], part["path"]) if what == "cameras" else
                                    f"one policy has one size: {how(part['path'])}, or train them in two streams"))
     return list(dict.fromkeys(lines))
 

@@ -7,6 +7,7 @@ __all__ = ['partitions', 'lerobot_info', 'lerobot_tasks', 'slug', 'by_task_index
 
 # %% ../../nbs/data/04_partition.ipynb #f9fb65d5
 import os, re
+from unicodedata import normalize
 from pathlib import Path
 from ..core.files import read_json, reading, write_json
 from ..core.names import Registry, require
@@ -46,6 +47,7 @@ def lerobot_tasks(
         raise ValueError(f"{table} needs columns task and task_index, found {sorted(columns)}")
     rows = list(zip(columns["task_index"], texts))
     typed = all(type(number) is int and type(text) is str for number,text in rows)
+    if typed: rows = [(number, normalize("NFC", text)) for number,text in rows]   # one sentence, however its accents are written
     if not typed or len(dict(rows)) < len(rows):
         raise ValueError(f"{table} must give each instruction, a text, a number of its own; found {rows[:6]}")
     return dict(sorted(rows))
