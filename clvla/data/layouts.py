@@ -77,6 +77,8 @@ def layout_text(
     "How a data set is read."
     layout = part["layout"]
     columns = {k: v for k,v in layout.get("columns", {}).items() if k != v}
-    named = [", ".join(f"{k.removeprefix(IMAGES)} = {v}" for k,v in o.items()) for o in (layout.get("cameras", {}), columns)]
-    said = [f"{k} {layout[k]}{how}" for k,how in dict(pictures="", state="", gripper=" (open..shut)").items() if k in layout]
+    named = [", ".join(f"{k.removeprefix(IMAGES)} = {v}" for k,v in o.items())
+             for o in (layout.get("cameras", {}), columns)]
+    words = dict(pictures="", state="", gripper=" (open..shut)")
+    said = [f"{k} {layout[k]}{how}" for k,how in words.items() if k in layout]
     return f"{part['path']} is read in this layout: {'; '.join([*filter(None, named), *said])}"

@@ -16,9 +16,11 @@ from .partition import lerobot_info
 from .streams import Stream
 
 # %% ../../nbs/data/10_mixtures.ipynb #59d5cc72
-ACCEPT = dict(fps="frames a second that differ", shape="pictures of another ratio", names="numbers that have other names",
-              robot="another robot_type", range="axes that stand still in the first task of stats='first'",
-              bounds="actions beyond what the environment takes, which are cut", prompts="instructions that a policy reads alike")
+ACCEPT = dict(fps="frames a second that differ", shape="pictures of another ratio",
+              names="numbers that have other names", robot="another robot_type",
+              range="axes that stand still in the first task of stats='first'",
+              bounds="actions beyond what the environment takes, which are cut",
+              prompts="instructions that a policy reads alike")
 
 def accepted(
     accept:str # words of `ACCEPT`, with commas
@@ -47,7 +49,8 @@ def _ratio(
     shape = [n for n in feature["shape"] if type(n) is int and n > 0]
     if len(shape) != 3: return None
     names = feature.get("names") or ()
-    first = names[0] in ("channel", "channels", "c") if isinstance(names, (list, tuple)) and names else shape[0] in (1, 3, 4)
+    named = isinstance(names, (list, tuple)) and names
+    first = names[0] in ("channel", "channels", "c") if named else shape[0] in (1, 3, 4)
     return tuple(shape[1:] if first else shape[:2])
 
 def _flat(names)->list:
@@ -62,6 +65,7 @@ def _length(feature:dict)->int|None:
     whole = isinstance(shape, (list, tuple)) and all(type(n) is int for n in shape)
     return None if not whole else 1 if not shape else shape[0] if len(shape) == 1 else None
 
+# %% ../../nbs/data/10_mixtures.ipynb #5b38a698
 def facts(
     part:dict # of a task's source, with "path", and perhaps with "layout"
 )->dict:      # fps, robot, cameras, named, ratios, sizes, names
@@ -83,7 +87,8 @@ def how(
     *paths # of data sets
 )->str:
     "How a user says which column is which."
-    said = ", ".join(f"{str(path)!r}: {{'cameras': {{'front': '...'}}, 'columns': {{'state': '...'}}}}" for path in paths)
+    said = ", ".join(f"{str(path)!r}: {{'cameras': {{'front': '...'}}, 'columns': {{'state': '...'}}}}"
+                     for path in paths)
     return f"say which column is which: suite={{'base': [...], 'layouts': {{{said}}}}}"
 
 # %% ../../nbs/data/10_mixtures.ipynb #af0fb9e6
@@ -102,8 +107,8 @@ def differences(
     "In what two data sets differ."
     found = [("fps", "frames a second", a["fps"], b["fps"])] if a["fps"] != b["fps"] else []
     if _apart(a, b): found.append(("", "cameras", _cameras(a), _cameras(b)))
-    else: found += [("shape", f"pictures of {k.removeprefix(IMAGES)} (height, width)", a["ratios"][k], b["ratios"][k])
-                    for k in a["ratios"] if _rational(a["ratios"][k], b["ratios"][k])]
+    else: found += [("shape", f"pictures of {k.removeprefix(IMAGES)} (height, width)", a["ratios"][k],
+                     b["ratios"][k]) for k in a["ratios"] if _rational(a["ratios"][k], b["ratios"][k])]
     for k in (STATE, ACTION):
         n,m,x,y = a["sizes"][k],b["sizes"][k],a["names"][k],b["names"][k]
         if None not in (n, m) and n != m: found.append(("", f"numbers in {k!r}", n, m))
@@ -111,6 +116,7 @@ def differences(
     told = a["robot"] and b["robot"]
     return found+([("robot", "robot_type", a["robot"], b["robot"])] if told and a["robot"] != b["robot"] else [])
 
+# %% ../../nbs/data/10_mixtures.ipynb #8b722c94
 REMEDY = dict(fps="convert one of them to the other's rate", shape="crop one of them", names="reorder one of them",
               robot="train them in two streams")
 
@@ -123,13 +129,13 @@ def check_mixture(
     for task in stream.tasks:
         if task.trained and (task.source or {}).get("kind") == "lerobot":
             for part in task.source["parts"]: parts.setdefault((part["path"], repr(part.get("layout"))), part)
-    lines,(first,*others) = [],[*parts.values()] or [None]
-    for part in others:
-        for word,what,x,y in differences(facts(first), facts(part)):
-            found = f"{first['path']} and {part['path']} differ in {what}: {x} and {y}"
+    lines,parts = [],list(parts.values())
+    for part in parts[1:]:
+        for word,what,x,y in differences(facts(parts[0]), facts(part)):
+            found = f"{parts[0]['path']} and {part['path']} differ in {what}: {x} and {y}"
             if word: lines.append(refuse_or_say(word, accept, found, REMEDY[word]))
-            else: raise ValueError(f"{found}; " + (how(first["path"], part["path"]) if what == "cameras" else
-                                   f"one policy has one size: {how(part['path'])}, or train them in two streams"))
+            elif what == "cameras": raise ValueError(f"{found}; {how(parts[0]['path'], part['path'])}")
+            else: raise ValueError(f"{found}; one policy has one size: {how(part['path'])}, or train them in two streams")
     return list(dict.fromkeys(lines))
 
 # %% ../../nbs/data/10_mixtures.ipynb #6d30c801
@@ -174,7 +180,9 @@ def reading_lines(
     for part in parts:
         if "layout" in part: lines.append(layout_text(part))
         f = facts(part)
-        if "layout" not in part and set(f["cameras"]) != f["named"]: lines.append(f"{part['path']} is read with {_cameras(f)}")
+        if "layout" not in part and set(f["cameras"]) != f["named"]:
+            lines.append(f"{part['path']} is read with {_cameras(f)}")
         if long := {k.removeprefix(IMAGES): r for k,r in f["ratios"].items() if r is not None and r[0] != r[1]}:
-            lines.append(f"{part['path']}: pictures of {long} (height, width) become squares of {image_size or 'one side'}")
+            lines.append(f"{part['path']}: pictures of {long} (height, width) become squares of "
+                         f"{image_size or 'one side'}")
     return list(dict.fromkeys(lines))

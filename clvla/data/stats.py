@@ -28,7 +28,8 @@ def array_stats(
     if x.ndim != 2 or not len(x): raise ValueError(f"statistics need an (N,n) array with N >= 1, found shape {x.shape}")
     if not (finite := np.isfinite(x)).all():
         row,axis = np.argwhere(~finite)[0]
-        raise ValueError(f"statistics need finite numbers, found {x[row,axis]} in frame {row}, axis {axis}; correct the data set")
+        raise ValueError(f"statistics need finite numbers, found {x[row,axis]} in frame {row}, axis {axis}; correct "
+                         "the data set")
     q01,q99 = np.quantile(x, [.01, .99], axis=0)
     kinds = [len(np.unique(c)) for c in x.T]
     d = dict(mean=x.mean(0), std=x.std(0), min=x.min(0), max=x.max(0), q01=q01, q99=q99)
@@ -276,6 +277,7 @@ def unreached(
     "Axes of state and action that move in a store further than frozen statistics can follow."
     modes_of = {STATE: (processor.state_norm, store.state), ACTION: (processor.action_norm, store.action)}
     if store.n_actions is not None: modes_of.pop(ACTION)
-    return [(key, i, [processor.stats[key][end][i] for end in ("min", "max")], [float(x[:,i].min()), float(x[:,i].max())])
+    ends = lambda key,i: [processor.stats[key][end][i] for end in ("min", "max")]
+    return [(key, i, ends(key, i), [float(x[:,i].min()), float(x[:,i].max())])
             for key,(mode,x) in modes_of.items() if mode != "identity"
             for i in _beyond(processor.stats[key], mode, x, key == ACTION)]

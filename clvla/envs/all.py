@@ -9,6 +9,7 @@ __all__ = ['kinds', 'streams', 'INLINE', 'FIXED', 'ENTRY', 'kind_of', 'make_env'
 # %% ../../nbs/envs/06_all.ipynb #f9cac9f9
 from dataclasses import replace
 from pathlib import Path
+from unicodedata import normalize
 from ..core.config import entries
 from ..core.names import Registry, closest
 from ..data.mixtures import with_layouts
@@ -106,7 +107,8 @@ def _inline(d:dict, partition:str, options:dict)->Stream:
     "A stream described by a dict."
     known = INLINE | dict.fromkeys(kinds, (dict, bool))
     own = "tasks" in d and any(isinstance(entry, dict) for entry in d["tasks"])
-    entries(d, known, "an inline stream", "'base' is a registered name or folders", [k for k in known if k != "base" or own])
+    optional = [k for k in known if k != "base" or own]
+    entries(d, known, "an inline stream", "'base' is a registered name or folders", optional)
     options = options | {name: d[name] for name in kinds if name in d}
     if own: base,d = _of_entries(d, options),{k: v for k,v in d.items() if k != "tasks"}
     else: base = make_stream(d["base"], partition=d.get("partition", partition), options=options)
@@ -152,7 +154,8 @@ def sentences_of(
 
 def _known(kind:Kind, text:str)->list:
     "Tasks of a kind with this instruction; of those with one name, the plainest."
-    same = [task for stream in kind.streams().values() for task in stream.tasks if _plain(task.prompt) == _plain(text)]
+    every = [task for stream in kind.streams().values() for task in stream.tasks]
+    same = [task for task in every if _plain(task.prompt) == _plain(text)]
     same = [task for i,task in enumerate(same) if task.env not in [other.env for other in same[:i]]]
     fewest = min((len(task.env) for task in same), default=0)
     return [task for task in same if len(task.env) == fewest]
@@ -164,14 +167,16 @@ def _recognised(name:str, kind:Kind, task:Task)->Task:
     if len(known) == 1: return replace(known[0], prompt=said[0], source=task.source)
     found = f"is the instruction of {[o.id for o in known]}" if known else f"is no instruction of {kind.label or name}"
     if len(said) > 1: found = "are several instructions, which no one environment plays"
-    raise ValueError(f"{name}: {said if len(said) > 1 else said[0]!r} {found}; name the environment of each task, as in "
-                     f"{{'base': ..., {name!r}: {{{said[0]!r}: 'NAME'}}}}, or leave {name!r} out")
+    what = said if len(said) > 1 else repr(said[0])
+    raise ValueError(f"{name}: {what} {found}; name the environment of each task, as in {{'base': ..., {name!r}: "
+                     f"{{{said[0]!r}: 'NAME'}}}}, or leave {name!r} out")
 
+# %% ../../nbs/envs/06_all.ipynb #7e65e983
 def give_envs(
     name:str,    # of the kind
     kind:Kind,   # that does not look into data sets itself
     tasks:list,  # of `Task`, from data sets
-    options      # True: by their instructions; a dict: instruction, id or name of a task -> name or spec of its environment
+    options      # True: by their instructions; or instruction, id or name of a task -> name or spec of its environment
 )->list:         # of `Task`
     "Give tasks of data sets environments of a kind, as the user says; ValueError for what names none of them."
     if options is True: return [task if task.env else _recognised(name, kind, task) for task in tasks]
@@ -180,21 +185,25 @@ def give_envs(
     for key,spec in options.items():
         if key not in keys: raise ValueError(f"{name!r} names a task {key!r}{closest(key, keys)}")
         spec = dict(name=spec) if isinstance(spec, str) else spec
-        if not isinstance(spec, dict): raise ValueError(f"{name!r}, {key!r} is {spec!r}, expected an environment's name, or its spec as a dict")
+        if not isinstance(spec, dict):
+            raise ValueError(f"{name!r}, {key!r} is {spec!r}, expected an environment's name, or its spec as a dict")
         given[keys[key]] = in_env(given[keys[key]], dict(kind=name) | spec)
     return list(given.values())
 
+# %% ../../nbs/envs/06_all.ipynb #fc5c24e7
 def in_env(
     task:Task, # from data sets
     env:dict   # spec, with "kind" and "name"
 )->Task:
     "The task with an environment to try it in; ValueError where its frames have several instructions."
     if len(said := sentences_of(task)) > 1:
-        raise ValueError(f"task {task.id!r} has {len(said)} instructions ({said!r:.120}), and {env.get('name')!r} can be told "
-                         "one; give the task one of them with 'prompt', or take partition='by_task_index'")
-    if lack := [entry for entry in ("kind", "name") if entry not in env]: raise ValueError(f"the environment of task {task.id!r} lacks {lack[0]!r}: {env}")
-    if (other := env.get("prompt", said[0])) != said[0]: raise ValueError(
-        f"the environment of task {task.id!r} has the prompt {other!r}, its frames say {said[0]!r}; leave the prompt out, the policy is told what it was trained with")
+        raise ValueError(f"task {task.id!r} has {len(said)} instructions ({said!r:.120}), and {env.get('name')!r} can "
+                         "be told one; give the task one of them with 'prompt', or take partition='by_task_index'")
+    if lack := [entry for entry in ("kind", "name") if entry not in env]:
+        raise ValueError(f"the environment of task {task.id!r} lacks {lack[0]!r}: {env}")
+    if (other := env.get("prompt", said[0])) != said[0]:
+        raise ValueError(f"the environment of task {task.id!r} has the prompt {other!r}, its frames say {said[0]!r}; "
+                         "leave the prompt out, the policy is told what it was trained with")
     return replace(task, prompt=said[0], env=env)
 
 def adopted(
@@ -209,48 +218,58 @@ def adopted(
     return tasks
 
 # %% ../../nbs/envs/06_all.ipynb #e3bdab7c
-ENTRY = dict(data=(str, list, tuple, type(Path())), id=str, name=str, prompt=str, task_index=(int, *LIST), env=dict, eval_env=dict, budget=int,
-             trained=bool, layout=dict)
+ENTRY = dict(data=(str, list, tuple, type(Path())), id=str, name=str, prompt=str, task_index=(int, *LIST), env=dict,
+             eval_env=dict, budget=int, trained=bool, layout=dict)
 
 def _parts(entry:dict, at:str)->list:
     "The parts of its data sets that an entry takes; ValueError for an instruction or a number that they lack."
     paths = [entry["data"]] if isinstance(entry["data"], (str, Path)) else list(entry["data"])
     if not paths: raise ValueError(f"{at}: 'data' is empty; name the folder of a LeRobot data set")
     paths = [fetch(path) if str(path).startswith("hf:") else path for path in paths]
-    if "prompt" in entry and "task_index" in entry: raise ValueError(f"{at} has 'prompt' and 'task_index'; give one of them")
-    wanted = entry.get("task_index")
-    wanted = [wanted] if isinstance(wanted, int) else wanted
-    parts = []
-    for path in paths:
-        texts = lerobot_tasks(path)
-        if wanted is not None and (lost := [i for i in wanted if i not in texts]): raise ValueError(f"{at}: {path} has no task_index {lost[0]}; it has {texts}")
-        numbers = [i for i,text in texts.items() if entry.get("prompt", text) == text and (wanted is None or i in wanted)]
-        if not numbers: raise ValueError(f"{at}: {path} has no instruction {entry['prompt']!r}{closest(entry['prompt'], texts.values())}")
-        parts.append(dict(path=str(path), task_index=numbers))
-    return parts
+    if "prompt" in entry and "task_index" in entry:
+        raise ValueError(f"{at} has 'prompt' and 'task_index'; give one of them")
+    return [dict(path=str(path), task_index=_numbers(path, entry, at)) for path in paths]
 
+def _numbers(path, entry:dict, at:str)->list:
+    "The numbers of the instructions of a data set that an entry takes."
+    texts = lerobot_tasks(path)
+    if "prompt" in entry:
+        if found := [i for i,text in texts.items() if text == normalize("NFC", entry["prompt"])]: return found
+        raise ValueError(f"{at}: {path} has no instruction {entry['prompt']!r}{closest(entry['prompt'], texts.values())}")
+    wanted = entry.get("task_index", list(texts))
+    wanted = [wanted] if isinstance(wanted, int) else list(wanted)
+    if lost := [i for i in wanted if i not in texts]:
+        raise ValueError(f"{at}: {path} has no task_index {lost[0]}; it has {texts}")
+    if not wanted: raise ValueError(f"{at}: 'task_index' is empty; leave it out to take all of {list(texts)}")
+    return wanted
+
+# %% ../../nbs/envs/06_all.ipynb #493a9887
 def _entry(entry, i:int, taken)->Task:
     "A task of data sets from its entry in an inline stream."
     at = f"task {i} of an inline stream"
-    if not isinstance(entry, dict): raise ValueError(f"{at} is {entry!r}, and others are dicts; write all of them as dicts with 'data', or none")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{at} is {entry!r}, and others are dicts; write all of them as dicts with 'data', or none")
     entries(entry, ENTRY, at, "a task of one's own names its 'data'", [k for k in ENTRY if k != "data"])
     parts = _parts(entry, at)
     texts = list(dict.fromkeys(lerobot_tasks(p["path"])[k] for p in parts for k in p["task_index"]))
     name = entry.get("id") or slug(texts[0] if len(texts) == 1 else Path(parts[0]["path"]).name, taken)
-    task = Task(name, entry.get("name", name), texts[0] if len(texts) == 1 else " / ".join(texts), None, dict(kind="lerobot", parts=parts),
-                budget=entry.get("budget"), trained=entry.get("trained", True))
+    source = dict(kind="lerobot", parts=parts)
+    task = Task(name, entry.get("name", name), " / ".join(texts), None, source, budget=entry.get("budget"),
+                trained=entry.get("trained", True))
     if "layout" in entry: task = with_layouts([task], {p["path"]: entry["layout"] for p in parts}, at)[0]
     if "env" in entry: task = in_env(task, dict(entry["env"]))
     return with_env(task, entry["eval_env"], "eval_env") if "eval_env" in entry else task
 
 def _of_entries(d:dict, options:dict)->Stream:
     "The stream of tasks that an inline stream describes one by one."
-    if "base" in d: raise ValueError("an inline stream has 'base' and describes its tasks itself; leave out 'base', or give tasks by their names")
-    if "partition" in d: raise ValueError("'partition' says how folders become tasks, and this inline stream says it task by task; leave it out")
+    for name in ("base", "partition"):
+        if name in d: raise ValueError(f"an inline stream describes its tasks itself, and {name!r} would make others; "
+                                       f"leave out {name!r}, or give the tasks by their names")
     tasks = []
     for i,entry in enumerate(d["tasks"]): tasks.append(_entry(entry, i, {task.id for task in tasks}))
     own = {task.id: task for task in tasks if task.env is not None}
-    rest = iter(adopted([task for task in tasks if task.id not in own], options) if len(own) < len(tasks) else ())
+    others = [task for task in tasks if task.id not in own]
+    rest = iter(adopted(others, options) if others else ())
     name = "+".join(dict.fromkeys(Path(p["path"]).name for task in tasks for p in task.source["parts"]))
     return Stream(name, [task if task.id in own else next(rest) for task in tasks])
 

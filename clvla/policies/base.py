@@ -260,8 +260,8 @@ def check_prompts(self:Policy,
     for text in prompts:
         ids = self.prompt_ids(text)
         if ids == () or ids is not None and not any(c.isalnum() for c in text):
-            raise ValueError(f"the instruction {text[:60]!r} holds no word that {type(self).__name__} reads; write one with words, or "
-                             "train with deaf=True, which puts one sentence in the place of all")
+            raise ValueError(f"the instruction {text[:60]!r} holds no word that {type(self).__name__} reads; write one "
+                             "with words, or train with deaf=True, which puts one sentence in the place of all")
         if self.longest_prompt is not None and (n := self.prompt_length(text)) > self.longest_prompt:
             raise ValueError(f"the instruction {text[:60]!r} takes {n} positions, {type(self).__name__} reads "
                              f"{self.longest_prompt}; shorten it or build the policy for longer ones")

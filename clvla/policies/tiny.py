@@ -19,7 +19,7 @@ from .heads import check_head, make_head
 def words_of(
     text:str # an instruction
 )->list:     # of words
-    "The words of any script in small letters; signs of Chinese and Japanese, which are written without spaces, are a word each."
+    "The words of any script, in small letters; each sign of Chinese and Japanese is one, as there are no spaces."
     words,inside = [],False   # inside: the next letter belongs to the last word
     for c in unicodedata.normalize("NFKC", text.casefold()):
         kind = unicodedata.category(c)

@@ -41,6 +41,7 @@ def _apart(a:str, b:str)->str:
     only = lambda u, v: " ".join(word for word in u if word not in v) or " ".join(u)
     return f"{only(x, y)!r} and {only(y, x)!r}"
 
+# %% ../../nbs/train/11_checks.ipynb #df895804
 def check_instructions(
     policy,        # `prompt_ids`, `check_prompts`
     told:dict,     # task id -> sentences, of `sentences`
@@ -56,7 +57,8 @@ def check_instructions(
     owners = {text: [i for i,of in told.items() if text in of] for text in texts}
     shared = {text: ids for text,ids in owners.items() if len(ids) > 1}
     more = f" ({len(shared)-1} more instructions are shared)"*(len(shared) > 1)
-    lines = [f"{text!r} is the instruction of {', '.join(ids)}, which pictures and state alone tell apart{more}" for text,ids in list(shared.items())[:1]]
+    lines = [f"{text!r} is the instruction of {', '.join(ids)}, which pictures and state alone tell apart{more}"
+             for text,ids in list(shared.items())[:1]]
     return lines+[_alike(policy, name, *pair, accept) for pair in _read_alike(policy, texts)]
 
 def _read_alike(policy, texts:list)->list:
@@ -82,9 +84,10 @@ def check_reach(
     lines = []
     for task_id,store in stores.items():
         for key,axis,a,b in unreached(processor, store):
-            found = (f"axis {axis} of {key!r} lies in {a[0]:.6g}..{a[1]:.6g} in task {first!r}, whose statistics are kept (stats='first'), and in "
-                     f"{b[0]:.6g}..{b[1]:.6g} in task {task_id!r}")
-            lines.append(refuse_or_say("range", accept, found, "take the statistics of all tasks (stats='global'), another first task,"))
+            found = (f"axis {axis} of {key!r} lies in {a[0]:.6g}..{a[1]:.6g} in task {first!r}, whose statistics are "
+                     f"kept (stats='first'), and in {b[0]:.6g}..{b[1]:.6g} in task {task_id!r}")
+            remedy = "take the statistics of all tasks (stats='global'), another first task,"
+            lines.append(refuse_or_say("range", accept, found, remedy))
     return lines
 
 # %% ../../nbs/train/11_checks.ipynb #ac15c73b
@@ -103,9 +106,22 @@ def numbers_of(
 def _sizes_apart(task:Task, f:dict, env)->list:
     "What of a data set does not fit its environment: sizes and cameras."
     sizes = {STATE: env.state_dim, ACTION: env.action_dim}
-    wrong = [f"{n} numbers in {k!r}, the environment {sizes[k]}" for k,n in f["sizes"].items() if n not in (None, sizes[k])]
+    wrong = [f"{n} numbers in {k!r}, the environment {sizes[k]}" for k,n in f["sizes"].items()
+             if n not in (None, sizes[k])]
     lacks = sorted({k.removeprefix(IMAGES) for k in f["cameras"]}-set(env.cameras))
-    return wrong+([f"pictures of {', '.join(lacks)}, the environment draws {', '.join(env.cameras)}"] if lacks else [])
+    return wrong+[f"pictures of {', '.join(lacks)}, the environment draws {', '.join(env.cameras)}"]*bool(lacks)
+
+# %% ../../nbs/train/11_checks.ipynb #759ee42f
+def _rates_apart(task:Task, part:dict, fps, env, accept:str)->list:
+    "Lines on frames that are not the environment's steps; ValueError for those that are not accepted."
+    kind = kind_of(task)
+    if not (rates := kind.rates_of(env)):
+        return [f"{task.id}: {kind.label} does not say how long a step is; each of the data set's {fps} frames a second "
+                "is one step"]
+    if fps in rates: return []
+    found = (f"task {task.id!r}: {part['path']} has {fps} frames a second, recordings of {kind.label} have "
+             f"{' or '.join(map(str, rates))}")
+    return [refuse_or_say("fps", accept, found, "convert the data set, so that a frame is a step")]
 
 def _actions_apart(task:Task, part:dict, env, accept:str)->list:
     "Lines on actions that the environment would cut; ValueError for those that are not accepted."
@@ -113,18 +129,22 @@ def _actions_apart(task:Task, part:dict, env, accept:str)->list:
     x = numbers_of(part, ACTION)
     if env.n_actions is None:
         if np.abs(x).max() <= 1.001: return []
-        return [refuse_or_say("bounds", accept, f"task {task.id!r}: actions in {part['path']} reach from {x.min():.4g} to {x.max():.4g}, its environment takes -1 to 1",
-                              "divide them by the range of the environment's motors")]
+        found = (f"task {task.id!r}: actions in {part['path']} reach from {x.min():.4g} to {x.max():.4g}, its "
+                 "environment takes -1 to 1")
+        return [refuse_or_say("bounds", accept, found, "divide them by the range of the environment's motors")]
     if np.isin(x, np.arange(env.n_actions)).all(): return []
-    raise ValueError(f"task {task.id!r}: its environment takes whole numbers from 0 to {env.n_actions-1} as actions, those in {part['path']} reach from "
-                     f"{x.min():.4g} to {x.max():.4g}; record the indices")
+    raise ValueError(f"task {task.id!r}: its environment takes whole numbers from 0 to {env.n_actions-1} as actions, "
+                     f"those in {part['path']} reach from {x.min():.4g} to {x.max():.4g}; record the indices")
 
 def _told(task:Task)->list:
     "A line where a benchmark's own instruction is another than the data set's."
-    own = [o for stream in kind_of(task).streams().values() for o in stream.tasks if o.env["name"] == task.env["name"] and o.env.get("suite") == task.env.get("suite")]
-    if not own or _spelled(task.prompt) in {_spelled(o.prompt) for o in own}: return []
-    return [f"{task.id} is told {task.prompt!r}, as in its data set; {kind_of(task).label}'s own instruction is {own[0].prompt!r}"]
+    kind,which = kind_of(task),lambda env: (env["name"], env.get("suite"))
+    known = [o for stream in kind.streams().values() for o in stream.tasks]
+    own = [o.prompt for o in known if which(o.env) == which(task.env)]
+    if not own or _spelled(task.prompt) in map(_spelled, own): return []
+    return [f"{task.id} is told {task.prompt!r}, as in its data set; {kind.label}'s own instruction is {own[0]!r}"]
 
+# %% ../../nbs/train/11_checks.ipynb #f8e68136
 def check_tried(
     task:Task,     # from data sets, with an environment
     image_size:int,# pixels
@@ -132,19 +152,16 @@ def check_tried(
 )->list:           # of lines
     "ValueError where a task's data sets and its environment mean different things; builds the environment once."
     kind = kind_of(task)
-    if kind.python is not None: return [f"{task.id}: its simulator has an interpreter of its own, so its data sets were not compared with it"]
+    if kind.python is not None:
+        return [f"{task.id}: its simulator has an interpreter of its own, so its data sets were not compared with it"]
     env,lines = make_env(spec_of(task), image_size),_told(task)
     try:
         for part in task.source["parts"]:
             f = facts(part)
             if wrong := _sizes_apart(task, f, env):
-                raise ValueError(f"task {task.id!r}: {part['path']} has {'; '.join(wrong)}; name another environment, entries of it ('state', 'cameras'), or the data set's columns and "
-                                 "cameras in 'layouts'")
-            rates = kind.rates_of(env)
-            if not rates: lines.append(f"{task.id}: {kind.label} does not say how many steps a second are; each of the data set's {f['fps']} frames a second is one step")
-            elif f["fps"] not in rates: lines.append(refuse_or_say("fps", accept, f"task {task.id!r}: {part['path']} has {f['fps']} frames a second, recordings of {kind.label} have "
-                                                                   f"{' or '.join(map(str, rates))}", "convert the data set, so that a frame is a step"))
-            lines += _actions_apart(task, part, env, accept)
+                raise ValueError(f"task {task.id!r}: {part['path']} has {'; '.join(wrong)}; name another environment, "
+                                 "entries of it ('state', 'cameras'), or the data set's columns and cameras in 'layouts'")
+            lines += _rates_apart(task, part, f["fps"], env, accept)+_actions_apart(task, part, env, accept)
     finally: env.close()
     return lines
 
@@ -165,7 +182,8 @@ def as_discrete(
     image_size:int # pixels
 ):
     "Tell a store of a data set how many discrete actions its environment has, where it has them."
-    if task.env is None or not is_read(task) or store.n_actions is not None or kind_of(task).python is not None: return
+    if task.env is None or not is_read(task): return
+    if store.n_actions is not None or kind_of(task).python is not None: return
     env = make_env(spec_of(task), image_size)
     n = env.n_actions
     env.close()

@@ -33,7 +33,7 @@ class DataSettings:
     action_norm:str = ""         # the same
     blind:bool = False           # control: every picture becomes its camera's mean colour
     deaf:bool = False            # control: every instruction becomes one and the same sentence
-    accept:str = ""              # what is trained on all the same: fps, shape, names, robot, range, bounds, prompts (page data/mixtures)
+    accept:str = ""              # what is trained on all the same: words of page data/mixtures, with commas
     ADDED = ("accept",)
     FREE = ("prefetch", "accept")
     POSITIVE = ("cycles",)
