@@ -135,7 +135,7 @@ def check_mixture(
             found = f"{parts[0]['path']} and {part['path']} differ in {what}: {x} and {y}"
             if word: lines.append(refuse_or_say(word, accept, found, REMEDY[word]))
             elif what == "cameras": raise ValueError(f"{found}; {how(parts[0]['path'], part['path'])}")
-            else: raise ValueError(f"{found}; one policy has one size: {how(part['path'])}, or train them in two streams")
+            else: raise ValueError(f"{found}; one policy has one size: {how(part['path'])}, or train two streams")
     return list(dict.fromkeys(lines))
 
 # %% ../../nbs/data/10_mixtures.ipynb #6d30c801
@@ -143,7 +143,8 @@ def _full(layout:dict)->dict:
     "A layout with whole names of columns."
     short = {"state": STATE, "action": ACTION}
     whole = dict(cameras=lambda k: k if k.startswith(IMAGES) else IMAGES+k, columns=lambda k: short.get(k, k))
-    return {field: {whole[field](k): v for k,v in value.items()} if field in whole and isinstance(value, dict) else value
+    named = lambda field,value: {whole[field](k): v for k,v in value.items()}
+    return {field: named(field, value) if field in whole and isinstance(value, dict) else value
             for field,value in layout.items()}
 
 def with_layouts(

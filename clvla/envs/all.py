@@ -235,7 +235,8 @@ def _numbers(path, entry:dict, at:str)->list:
     texts = lerobot_tasks(path)
     if "prompt" in entry:
         if found := [i for i,text in texts.items() if text == normalize("NFC", entry["prompt"])]: return found
-        raise ValueError(f"{at}: {path} has no instruction {entry['prompt']!r}{closest(entry['prompt'], texts.values())}")
+        near = closest(entry["prompt"], texts.values())
+        raise ValueError(f"{at}: {path} has no instruction {entry['prompt']!r}{near}")
     wanted = entry.get("task_index", list(texts))
     wanted = [wanted] if isinstance(wanted, int) else list(wanted)
     if lost := [i for i in wanted if i not in texts]:

@@ -27,7 +27,7 @@ def sentences(
 )->dict:        # task id -> its frames' instructions, and that of its evaluation
     "Every sentence that a run's policy is told; a title that joins several is none."
     own = {task.id: list(stores[task.id].prompts) if task.id in stores else [] for task in stream.tasks}
-    tried = {task.id: [task.prompt] if task.env is not None or task.eval_env is not None else [] for task in stream.tasks}
+    tried = {task.id: [task.prompt]*(task.env is not None or task.eval_env is not None) for task in stream.tasks}
     return {i: list(dict.fromkeys(own[i]+tried[i])) for i in own}
 
 def _spelled(text:str)->str:
@@ -116,8 +116,8 @@ def _rates_apart(task:Task, part:dict, fps, env, accept:str)->list:
     "Lines on frames that are not the environment's steps; ValueError for those that are not accepted."
     kind = kind_of(task)
     if not (rates := kind.rates_of(env)):
-        return [f"{task.id}: {kind.label} does not say how long a step is; each of the data set's {fps} frames a second "
-                "is one step"]
+        return [f"{task.id}: {kind.label} does not say how long a step is; each of the data set's {fps} frames a "
+                "second is one step"]
     if fps in rates: return []
     found = (f"task {task.id!r}: {part['path']} has {fps} frames a second, recordings of {kind.label} have "
              f"{' or '.join(map(str, rates))}")
@@ -160,7 +160,7 @@ def check_tried(
             f = facts(part)
             if wrong := _sizes_apart(task, f, env):
                 raise ValueError(f"task {task.id!r}: {part['path']} has {'; '.join(wrong)}; name another environment, "
-                                 "entries of it ('state', 'cameras'), or the data set's columns and cameras in 'layouts'")
+                                 "entries of it ('state', 'cameras'), or the data set's columns and cameras by 'layouts'")
             lines += _rates_apart(task, part, f["fps"], env, accept)+_actions_apart(task, part, env, accept)
     finally: env.close()
     return lines

@@ -206,7 +206,8 @@ def prepare(
     "Frame stores of all tasks: demonstrated, or read from LeRobot data sets; says how others' data sets are read."
     for line in remarks(cfg, stream): say(line)
     stores = make_all_demos([task for task in stream.tasks if task.trained], cfg, say, on_wait, stream.name)
-    for task_id,store in stores.items(): as_discrete(stream[task_id], store, cfg.image_size)
+    if cfg.head == "discrete" or cfg.evaluate != "none":   # otherwise no simulator is needed
+        for task_id,store in stores.items(): as_discrete(stream[task_id], store, cfg.image_size)
     return stores
 
 # %% ../../nbs/train/03_prepare.ipynb #0c83a7c8
