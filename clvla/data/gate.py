@@ -11,6 +11,7 @@ __all__ = ['COUNTED', 'AGAIN', 'SPAN', 'Rows', 'read_rows', 'check_rows', 'check
 import os, re
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import normalize
 import numpy as np
 from ..core.files import reading
 from ..core.names import require
@@ -159,7 +160,7 @@ def check_counts(
         if wrong := [f"{c} {r[c]!r}, found {v}" for c,v in want.items() if c in r and r[c] != v]:
             raise ValueError(f"{path}: meta/episodes says of episode {e}: {wrong[0]} in the rows of data/. {AGAIN}")
         text = said[rows.task[start]]
-        if r.get("tasks") and text not in r["tasks"]:
+        if r.get("tasks") and text not in [normalize("NFC", name) for name in r["tasks"]]:
             raise ValueError(f"{path}: meta/episodes says of episode {e}: tasks {r['tasks']!r:.200}, its rows have the instruction "
                              f"{text!r:.200}. {AGAIN}")
 

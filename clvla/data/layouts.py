@@ -76,6 +76,9 @@ def layout_text(
 )->str:       # one line
     "How a data set is read."
     layout = part["layout"]
-    cameras = ", ".join(f"{key.removeprefix(IMAGES)} = {column}" for key,column in layout["cameras"].items())
-    return (f"{part['path']} is read in this layout: {cameras}; pictures {layout['pictures']}; "
-            f"state {layout['state']}; gripper {layout['gripper']} (open..shut)")
+    columns = {k: v for k,v in layout.get("columns", {}).items() if k != v}
+    named = [", ".join(f"{k.removeprefix(IMAGES)} = {v}" for k,v in o.items())
+             for o in (layout.get("cameras", {}), columns)]
+    words = dict(pictures="", state="", gripper=" (open..shut)")
+    said = [f"{k} {layout[k]}{how}" for k,how in words.items() if k in layout]
+    return f"{part['path']} is read in this layout: {'; '.join([*filter(None, named), *said])}"

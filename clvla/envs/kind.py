@@ -25,6 +25,7 @@ class Kind:
                     chunk=8, lr=1e-3) # settings that suit it
     agents = dict(cycles=2, steps_per_task=2048, eval_every=1024, n_trials=10, image_size=16) # the same of agents that learn by reward
     recipe = dict(noise=.15, tail=4, fps=10) # how demonstrations are recorded: arguments of `make_demos`
+    rates = ()          # frames a second that data sets of its steps are labelled with; (): that of the recipe
     n_starts = None     # trials below it are the benchmark's own initial states
     hints = {}          # names that people try as a stream -> what to tell them
     python = None       # interpreter of its worker processes, with clvla and the simulator; None = this one
@@ -51,6 +52,7 @@ class Kind:
     def engine(self, spec:dict, seeds:list, threads:int=1): # many environments that step together, where it has them
         raise ValueError(f"{self.label or spec.get('kind')} has no engine that steps many environments together; take runner='sync'")
     def sizes(self, spec:dict)->dict: return self.engine(spec, [])   # of a task in an engine: picture, state, n_actions, action_dim
+    def rates_of(self, env)->tuple: return self.rates or (self.recipe["fps"],)   # of an environment; (): nobody knows
     def title(self, spec:dict)->str: return spec["name"]
     def folder(self, spec:dict)->str:                      # what sets the spec apart from the task's usual one
         cameras = spec.get("cameras", {})

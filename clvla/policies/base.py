@@ -58,6 +58,8 @@ class Policy(nn.Module):
     "A policy made of `encode`, which a subclass writes, and `self.head`; see the table of promises."
     heads = ()         # names of the heads that the family can wear
     image_sizes = None # heights (= widths) of images that it takes, pixels; None: any
+    hears = True       # False: it reads no instruction
+    tell_apart = ""    # what else lets it tell apart instructions that it reads alike
     longest_prompt = None # largest `prompt_length` that it reads; None: no limit
     head_names = ("head.",) # prefixes of the weights that get no adapters and learn beside them
     group = None       # places of a call in evaluation, of which the last stays idle; None: as many as there are rows
@@ -241,16 +243,25 @@ def lr_of(self:Policy,
     return {}
 
 @patch
+def prompt_ids(self:Policy, text:str)->tuple|None:
+    "What the policy reads of an instruction, as numbers of its table; None: it reads none, or does not say."
+    return None
+
+@patch
 def prompt_length(self:Policy, text:str)->int:
     "How many positions an instruction takes; 0 for a policy that reads none."
-    return 0
+    return len(self.prompt_ids(text) or ())
 
 @patch
 def check_prompts(self:Policy,
     prompts # instructions of a stream
 ):
-    "ValueError for an instruction that is longer than the policy reads."
+    "ValueError for an instruction that is longer than the policy reads, or of which it reads nothing."
     for text in prompts:
+        ids = self.prompt_ids(text)
+        if ids == () or ids is not None and not any(c.isalnum() for c in text):
+            raise ValueError(f"the instruction {text[:60]!r} holds no word that {type(self).__name__} reads; write one "
+                             "with words, or train with deaf=True, which puts one sentence in the place of all")
         if self.longest_prompt is not None and (n := self.prompt_length(text)) > self.longest_prompt:
             raise ValueError(f"the instruction {text[:60]!r} takes {n} positions, {type(self).__name__} reads "
                              f"{self.longest_prompt}; shorten it or build the policy for longer ones")

@@ -59,6 +59,7 @@ class FrozenPolicy(Policy):
     @property
     def needs_noise(self)->bool: return True
     def prompt_length(self, text:str)->int: return self.vla.prompt_length(text)
+    def prompt_ids(self, text:str): return self.vla.prompt_ids(text)
     def prepare(self, batch:dict)->dict: return self.vla.prepare(batch)
     def encode(self, obs:dict, tokens:bool=False): return self.vla.encode(obs, tokens)
 

@@ -34,7 +34,9 @@ class DataSettings:
     action_norm:str = ""         # the same
     blind:bool = False           # control: every picture becomes its camera's mean colour
     deaf:bool = False            # control: every instruction becomes one and the same sentence
-    FREE = ("prefetch",)
+    accept:str = ""              # what is trained on all the same: words of page data/mixtures, with commas
+    ADDED = ("accept",)
+    FREE = ("prefetch", "accept")
     POSITIVE = ("cycles",)
     NOT_NEGATIVE = ("n_demos", "prefetch", "image_size")
     CHOICES = dict(partition=("auto", "by_task_index", "by_dataset"), stats=("global", "first"),

@@ -24,6 +24,7 @@ from ..policies.weights import load_weights, read_base, save_base, save_policy
 from ..run.agree import text_of_rank_0
 from ..run.folder import RunFolder
 from ..run.shell import run_learner
+from .checks import check_instructions, sentences
 from .config import TrainConfig, resolve
 from .evaluate import Evaluator
 from .prepare import check, make_processor, prepare
@@ -128,7 +129,7 @@ def play_look(self:Imitation, t:int, step:int)->float:
 def make_data(self:Imitation, checkpoint:Path|None):
     "Make frame stores and statistics; ValueError when they are not those that the checkpoint was trained on."
     with self.shell.cost.measure("demonstrations"): stores = self.make_stores()
-    self.processor = make_processor(self.stream, stores, self.cfg)
+    self.processor = make_processor(self.stream, stores, self.cfg, self.shell.say)
     self.data = TaskData(stores, self.processor, self.cfg.chunk)
     if checkpoint is None: return
     if read_json(checkpoint/"processor.json") != json.loads(json_text(self.processor.to_json())): raise ValueError(
@@ -153,7 +154,10 @@ def make_policy(self:Imitation, checkpoint:Path|None):
     policy = self.new_policy()
     if policy.lora and self.shell.rank == 0:
         for line in trainable_report(policy).to_string(index=False).splitlines(): self.shell.say(line)
-    policy.check_prompts(self.processor.controls.instructions(task.prompt for task in self.stream.tasks))
+    told = sentences(self.stream, self.data.stores)
+    lines = check_instructions(policy, told, self.processor.controls, self.cfg.accept)
+    if self.shell.rank == 0:
+        for line in lines: self.shell.say(line)
     self.data.prepare = policy.prepare   # what it computes for each batch ahead of the update, in the loader's thread
     if policy.frozen and self.shell.rank == 0:
         stored_hash = read_base(checkpoint)["sha256"] if checkpoint else None

@@ -17,7 +17,6 @@ from ..core.names import require
 from ..core.config import config_json
 from ..data.controls import make_controls
 from ..data.frames import FrameStore
-from ..data.layouts import layout_text
 from ..data.stats import Processor, compute_stats
 from ..data.streams import Stream, Task
 from ..envs.all import kind_of, kinds
@@ -28,6 +27,7 @@ from ..policies.weights import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
 from ..run.folder import check_folder
+from .checks import as_discrete, check_reach, remarks
 from .config import TrainConfig, stream_for
 from .demos import is_read, make_store, places
 from .stopping import check_stopping
@@ -107,6 +107,7 @@ def check(
         kinds[name].check(cfg, [task for task in stream.tasks if task.env and task.env["kind"] == name])
     drawn = [task for task in stream.tasks if cfg.evaluate != "none" or not is_read(task)]
     if any(draws(kind_of(task)) for task in drawn): check_gl()   # also where demonstrations are there already
+    remarks(cfg, stream)   # refuses here what is not accepted; said later, by the one who prepares
     return stream
 
 def draws(kind)->bool:
@@ -203,17 +204,24 @@ def prepare(
     on_wait=None   # called several times a second; may raise, then the processes are ended at once
 )->dict:           # task id -> FrameStore
     "Frame stores of all tasks: demonstrated, or read from LeRobot data sets; says how others' data sets are read."
-    parts = [p for o in stream.tasks for p in (o.source or {}).get("parts", ()) if "layout" in p]
-    for line in dict.fromkeys(map(layout_text, parts)): say(line)
-    return make_all_demos([task for task in stream.tasks if task.trained], cfg, say, on_wait, stream.name)
+    for line in remarks(cfg, stream): say(line)
+    stores = make_all_demos([task for task in stream.tasks if task.trained], cfg, say, on_wait, stream.name)
+    if cfg.head == "discrete" or cfg.evaluate != "none":   # otherwise no simulator is needed
+        for task_id,store in stores.items(): as_discrete(stream[task_id], store, cfg.image_size)
+    return stores
 
 # %% ../../nbs/train/03_prepare.ipynb #0c83a7c8
 def make_processor(
     stream:Stream, # gives the first task
     stores:dict,   # task id -> FrameStore
-    cfg:TrainConfig  # stats, state_norm, action_norm, blind, deaf
+    cfg:TrainConfig, # stats, state_norm, action_norm, blind, deaf, accept
+    say=print      # told what is accepted of later tasks
 )->Processor:      # frozen from here on
     "Statistics and controls of all tasks, or of the first one only, and the processor made from them."
-    of = list(stores.values()) if cfg.stats == "global" else [stores[stream.stages[0].task.id]]
+    first = stream.stages[0].task.id
+    of = list(stores.values()) if cfg.stats == "global" else [stores[first]]
     controls = make_controls(of, cfg.blind, cfg.deaf)
-    return Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm, controls=controls)
+    processor = Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm, controls=controls)
+    if cfg.stats == "first":
+        for line in check_reach(processor, first, stores, cfg.accept): say(line)
+    return processor

@@ -276,7 +276,7 @@ def _as_one(task, which, seen, cams):
     if len(meant) > 1 or meant[0] is None: return replace(task, source=source)
     o = libero_task(*meant[0])
     env = o.env if cams == ["front"] else {**o.env, "cameras": cams}
-    return replace(o, prompt=task.prompt, env=env, source=source)
+    return replace(o, prompt=texts[0][1], env=env, source=source)   # what its frames say, never a joined title
 
 def _only(layout, cams): return {**layout, "cameras": {IMAGES+c: layout["cameras"][IMAGES+c] for c in cams}}
 

@@ -35,6 +35,7 @@ class Libero(Kind):
     heavy = True
     defaults = dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std")
     recipe = dict(noise=(.1,.1,.1,.03,.03,.03), tail=4, fps=20)
+    rates = (10, 20)     # it steps 20 times a second; published data sets say 10 of the same steps
     n_starts = N_STATES
     hints = NO_SUITE
 

@@ -29,6 +29,7 @@ class MetaWorld(Kind):
     packages = ("mujoco", "metaworld")
     env,entries = staticmethod(metaworld_env),VARIATIONS
     defaults = dict(steps_per_task=300)
+    rates = (10, 80)   # it steps 80 times a second, as LeRobot's data sets say; recordings of this project say 10
     def streams(self)->dict: return STREAMS
     def check_spec(self, spec, where="an environment"): return check_variation(super().check_spec(spec, where), where)
     def folder(self, spec):

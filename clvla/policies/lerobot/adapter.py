@@ -139,6 +139,7 @@ MEAN,STD = (.485, .456, .406),(.229, .224, .225) # of ImageNet's pictures, each 
 class ACT(LeRobot):
     "LeRobot's action chunking transformer at LeRobot's own size; it reads no words."
     heads,row_first = ("l1",),("net.model.encoder.layers.", "net.model.decoder.layers.")
+    hears = False # no instruction
     config_at = "lerobot.policies.act.configuration_act:ACTConfig"
     policy_at = "lerobot.policies.act.modeling_act:ACTPolicy"
     own = dict(use_vae=False, dropout=0., temporal_ensemble_coeff=None, n_obs_steps=1)

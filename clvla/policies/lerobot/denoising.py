@@ -103,6 +103,7 @@ def check(cls:Denoising, **config)->dict:
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #1d100010
 class Diffusion(Denoising):
     "LeRobot's Diffusion Policy at LeRobot's own size; it reads no words."
+    hears = False # no instruction
     image_sizes = range(33, 513)
     config_at = "lerobot.policies.diffusion.configuration_diffusion:DiffusionConfig"
     policy_at = "lerobot.policies.diffusion.modeling_diffusion:DiffusionPolicy"
@@ -206,7 +207,7 @@ class MultiTaskDiT(Denoising):
     @property
     def denoiser(self): return self.net.objective
     def denoise(self, x, t, seen): return self.net.noise_predictor(x, t, conditioning_vec=seen)
-    def prompt_length(self, text): return len(self.phrase.words(text))
+    def prompt_ids(self, text): return tuple(self.phrase.words(text))
     def pretrained(self): return [self.eye, self.words] if self.published else []
     def lr_of(self, lr): return {self.eye: lr*self.net.config.vision_encoder_lr_multiplier}
 

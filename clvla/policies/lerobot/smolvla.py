@@ -164,7 +164,7 @@ class SmolVLA(LeRobot):
     @property
     def noise_size(self): return self.head.room
     def pictures(self, x): return x.float()/255 # LeRobot moves them to -1..1
-    def prompt_length(self, text): return len(self.line.words(text))
+    def prompt_ids(self, text): return tuple(self.line.words(text))
     def pretrained(self): return [self.vlm] if self.shape.pretrained else []
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00019

@@ -62,7 +62,7 @@ class TinyXVLA(LeRobot):
         return net
 
     def draws(self): return EvenNoise(self.H, self.A)
-    def prompt_length(self, text): return len(self.phrase.words(text))
+    def prompt_ids(self, text): return tuple(self.phrase.words(text))
 
     @classmethod
     def check(cls, **config):

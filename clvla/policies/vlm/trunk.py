@@ -10,6 +10,7 @@ __all__ = ['WORDS', 'SPACE', 'FULL', 'CLIP_MEAN', 'CLIP_STD', 'PATCHES', 'CHAT_R
 import torch
 from dataclasses import dataclass
 from itertools import accumulate
+from unicodedata import normalize
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ...core.names import IMAGE, IMAGES, STATE, require
@@ -97,6 +98,7 @@ class Turn:
 
     def words(self, text:str)->list:
         "Ids of an instruction; ValueError where it holds a mark of the chat."
+        text = normalize("NFC", text)   # one sentence, however its accents are written
         if text not in self.known:
             ids = self.encode(text)
             if marks := [i for i in ids if i in self.special]:
@@ -171,7 +173,7 @@ class VLM(Policy):
     def n_tokens(cls, sides:dict)->int: return sum(g*g for g in sides.values()) # that pictures take in the row
     @classmethod
     def pictures_of(cls, vision:dict)->tuple: return vision["image_size"], # sizes that a folder's model takes
-    def prompt_length(self, text): return len(self.chat.words(text))
+    def prompt_ids(self, text): return tuple(self.chat.words(text))
     def pretrained(self): return ["vlm."] if self.shape.pretrained else []
     def lr_of(self, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
 
