@@ -61,7 +61,10 @@ class Described:
         try: self.sizes = camera_sizes(spec.get("cameras", self.cameras), {*self.views, *self.cameras}, self.image_size)
         except ValueError as e: raise ValueError(f"{self.task_id}: {e}") from None
         self.cameras = tuple(self.sizes)
+        self.picture_shapes = {c: (n, n, 3) for c,n in self.sizes.items()}   # of each camera's picture
         self.trial,self.t,self.ended,self.watched = None,0,True,{}
+
+    def made_by(self): return self   # the object whose class a message names
 
 # %% ../../nbs/envs/00_base.ipynb #a2cea093
 class Steppable(Described):

@@ -9,6 +9,7 @@ __all__ = ['STATES', 'HELP', 'send', 'recv', 'Process', 'child_env', 'child', 'r
 import ctypes, errno, faulthandler, fcntl, importlib, json, os, signal, socket, subprocess, sys, threading, time, traceback
 import clvla
 from pathlib import Path
+from ..core.contract import ContractError
 from ..core.plugins import load_plugins, loaded
 
 # %% ../../nbs/envs/02_child.ipynb #6f352633
@@ -110,10 +111,10 @@ def raise_as(
     error:dict # what a child reported
 ):
     "Raise a child's error here, with its traceback: as its own class where users know it, else as RuntimeError."
-    known = {e.__name__: e for e in (ValueError, ImportError, ModuleNotFoundError, OSError, FileNotFoundError)}
-    e = known[error["type"]](error["message"]) if error["type"] in known else RuntimeError(
-        f"{error['type']} in a worker: {error['message']}. The worker's own traceback is below; the same call in this "
-        "process, without a worker, shows it best")
+    known = {e.__name__: e for e in (ContractError, ValueError, ImportError, ModuleNotFoundError, OSError, FileNotFoundError)}
+    said = error["message"] if error["type"] in (*known, "RuntimeError") else f"{error['type']} in a worker: {error['message']}"
+    e = known[error["type"]](said) if error["type"] in known else RuntimeError(
+        f"{said}. The worker's own traceback is below; the same call in this process, without a worker, shows it best")
     e.add_note("In the worker:\n"+error["traceback"])
     raise e
 
