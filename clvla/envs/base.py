@@ -8,6 +8,7 @@ __all__ = ['ENTRIES', 'check_entries', 'camera_sizes', 'Described', 'Steppable',
 # %% ../../nbs/envs/00_base.ipynb #738b66fe
 import numpy as np
 from ..core.names import IMAGE, IMAGES, N_ACTIONS, STATE, closest
+from ..core.pictures import check_pixels
 from ..core.seeds import seed_of
 
 # %% ../../nbs/envs/00_base.ipynb #2f71b027
@@ -36,6 +37,7 @@ def camera_sizes(
     if isinstance(cameras, dict): sizes |= {c: n for c,n in cameras.items() if n is not None}
     if wrong := {c: n for c,n in sizes.items() if type(n) is not int or n < 1}:
         raise ValueError(f"a camera's size is a whole number of pixels above 0; found {wrong}")
+    for c,n in sizes.items(): check_pixels(n, n, f"camera {c!r}")
     return sizes
 
 # %% ../../nbs/envs/00_base.ipynb #52b9a012

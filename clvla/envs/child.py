@@ -10,6 +10,7 @@ import ctypes, errno, faulthandler, fcntl, importlib, json, os, signal, socket, 
 import clvla
 from pathlib import Path
 from ..core.contract import ContractError
+from ..core.files import bus_error
 from ..core.plugins import load_plugins, loaded
 
 # %% ../../nbs/envs/02_child.ipynb #6f352633
@@ -130,7 +131,7 @@ def die_with(
 STATES = dict(T="stopped", t="stopped by a debugger", D="waiting for a device", R="computing", S="asleep", Z="dead")
 HELP = dict(SIGKILL="memory may have run out (see dmesg): use fewer workers, or fewer environments in each",
             hung="if the simulator is only slow, raise the timeout; if it stands in drawing, set MUJOCO_GL to osmesa")
-HELP |= dict.fromkeys(("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"),
+HELP |= dict.fromkeys(("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"),
                       "native code crashed, most often while drawing: set MUJOCO_GL to osmesa, or to egl")
 
 class Child(Process):
@@ -143,6 +144,7 @@ class Child(Process):
         if code is None: text = "it went silent"
         elif code in names: text = f"killed by {names[code]}"
         else: text = f"exit status {code}"
+        if names.get(code) == "SIGBUS": text += f" - {bus_error()}"
         if names.get(code) in HELP: text += f" - {HELP[names[code]]}"
         return "\n".join(filter(None, [text, self.printed()]))
 

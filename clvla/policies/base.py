@@ -203,6 +203,8 @@ def check(cls:Policy,
         raise ValueError(f"policy {who} has no head {config['head']!r}{closest(config['head'], cls.heads)}")
     for k in config:
         if k not in known: raise ValueError(f"policy {who} has no argument {k!r}{closest(k, known)}")
+    lacking = [k for k,p in known.items() if p.default is p.empty and k not in (*config, "H", "action_dim", "state_dim", "image_size")]
+    if lacking: raise ValueError(f"policy {who} needs a setting {lacking[0]!r}; give it in model_kw, as in {{{lacking[0]!r}: ...}}")
     config = {k: p.default for k,p in known.items() if p.default is not p.empty} | config
     for k in ("H", "action_dim", "state_dim"):
         if k in config: check_count(who, k, config[k])
