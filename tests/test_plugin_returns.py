@@ -14,6 +14,8 @@ from clvla.core.plugins import load_plugins
 from clvla.core.seeds import seed_of
 from clvla.data.streams import Task
 from clvla.envs.all import make_env
+from clvla.envs.guard import guard
+from clvla.envs.kind import Kind
 from clvla.envs.pool import EnvPool
 from clvla.eval.call import chunk_of, predict
 from clvla.eval.player import Player
@@ -58,6 +60,20 @@ def test_a_wrong_answer_ends_with_one_sentence(pool, odd, at):
     assert str(e.value).startswith(says) and "expected" in str(e.value) and "\n" not in str(e.value), e.value
     with pytest.raises(ValueError) as e: in_pool(pool, spec(odd, at=at))
     assert str(e.value).startswith(says) and pool.restarts == 0
+
+
+@pytest.mark.parametrize("name, value, says", [("expert", np.zeros(3), "Odd.expert of task 'left' gave action ndarray .3,. of float64, expected 2 numbers"), ("expert", None, "gave action None"),
+                                               ("expert", np.full(2, np.nan), "finite numbers"), ("state", np.full(2, np.nan), "Odd.state of task 'left' gave state .nan nan., expected finite numbers")])
+def test_what_a_demonstration_would_hold(name, value, says):
+    from clvla.data.demos import record_one
+    env = type("Odd", (TABLES.Odd,), {name: property(lambda self: value) if name == "state" else lambda self: value, "obs": lambda self, out=None: {}})
+    env.__module__ = TABLES.__name__
+    kind = Kind(env=env, entries=TABLES.Odd.entries)
+    made = guard(kind.make(spec("")), )
+    made._begin(0)
+    with pytest.raises(ContractError, match=says): made.expert()
+    made.reset = lambda trial: None
+    with pytest.raises(ContractError, match=says): record_one(made, 0, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("odd", TABLES.RIGHT)

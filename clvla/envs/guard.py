@@ -41,6 +41,7 @@ def check_facts(env):
 # %% ../../nbs/envs/09_guard.ipynb #04d58d30
 def outcome_of(env, method, answer, *args, **kw)->tuple:
     "Reward, success and the ends of one step."
+    if type(answer) is tuple and list(map(type, answer)) == [float, bool, bool] and math.isfinite(answer[0]): return answer   # the usual one
     names = ("success", "terminated") if method == "_act" else ("success", "terminated", "truncated")
     if not isinstance(answer, (tuple, list)) or len(answer) != 1+len(names):
         _misfit(env, method, shown(answer), f"a tuple of {1+len(names)}: reward, {', '.join(names)}")
@@ -111,7 +112,8 @@ def _are_rewards(v, n:int)->bool:
     return type(v) is np.ndarray and v.dtype == float and v.shape == (n,) and bool(np.isfinite(v).all())
 
 def action_of(env, method, action, *args, **kw):
-    "An expert's action, unchanged."
+    "An expert's action, unchanged; the state that it was chosen in is looked at as well, since a demonstration holds both."
+    numbers_of(env, "state", env.state, env.state_dim, "state")
     flat = np.asarray(action).reshape(-1) if action is not None else None
     if env.n_actions is None: numbers_of(env, method, flat, env.action_dim, "action")
     elif flat is None or flat.size != 1 or flat[0] not in range(env.n_actions):
