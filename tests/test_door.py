@@ -11,17 +11,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
 import torch
+from numpy.lib.format import open_memmap
 
 import clvla.run.config as run_config
-from clvla.core.files import os_error, system_message, write_json
+from clvla.core.files import bus_error, os_error, reserve, system_message, write_json
 from clvla.core.state import load_state, save_state
+from clvla.data.frames import _new_array
 from clvla.eval.plots import Table, figure_html, metrics_table, page_html, plotly_script
 from clvla.run.checkpoint import load_checkpoint, remedy, save_checkpoint
 from clvla.core.records import append_jsonl, read_jsonl
+from clvla.envs.child import Child, recv
+from clvla.run.config import read_config
 from clvla.run.folder import Cost, RunFolder
 from clvla.run.launch import launch
 from clvla.run.report import finish
@@ -221,6 +226,150 @@ def test_a_disk_that_stays_full_hides_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr("clvla.run.folder.write_json", full)
     with run.lock(): run.note_failed(ValueError("the error itself is raised by the caller"))
     assert not (run.path/"failed.json").exists() and run.status == "interrupted"
+
+
+# machines, and settings that none can bear
+
+def test_a_disk_that_has_no_room_for_a_frame_store_is_named_before_anything_is_mapped(tmp_path):
+    "A write into a mapped file for which there are no blocks would end the process by SIGBUS. Linux's limit of a file's size stands for the full disk."
+    code = f"""import resource; import numpy as np; from clvla.core.names import ACTION, IMAGE, PROMPT, STATE; from clvla.data.frames import write_store
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+T = 50
+write_store({str(tmp_path/'store')!r}, [{{IMAGE: np.zeros((T, 48, 48, 3), np.uint8), STATE: np.zeros((T, 2), np.float32), ACTION: np.zeros((T, 2), np.float32), PROMPT: "go"}}])"""
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ|dict(PYTHONPATH=str(ROOT)))
+    last = p.stderr.splitlines()[-1]
+    assert p.returncode == 1 and re.search(r"could not reserve 0\.000346 GB for .*images\.front\.npy: File too large; [\d.]+ GB are free there; free some space", last), p.stderr[-2000:]
+    assert not list((tmp_path/"store").glob("images*"))
+
+
+def test_a_store_that_fits_has_its_blocks(tmp_path):
+    "The file is the one that numpy would make, byte for byte."
+    _new_array(tmp_path/"a.npy", np.dtype("u1"), (3, 400, 400, 3))
+    open_memmap(tmp_path/"b.npy", "w+", "u1", (3, 400, 400, 3))
+    size = (tmp_path/"a.npy").stat().st_size
+    assert (tmp_path/"a.npy").stat().st_blocks*512 >= size > 1_440_000 and (tmp_path/"a.npy").read_bytes() == (tmp_path/"b.npy").read_bytes()
+    (tmp_path/"c").touch()
+    with pytest.raises(OSError, match="could not reserve 1e.09 GB for .*c: .* GB are free there"): reserve(tmp_path/"c", 10**18)
+    assert not (tmp_path/"c").exists()
+
+
+BUS = """import mmap, os, sys
+os.ftruncate(f := os.memfd_create("short"), 4096)
+m = mmap.mmap(f, 4096)
+os.ftruncate(f, 0)
+m[0]"""
+
+
+def test_a_bus_error_names_both_causes_and_the_space(tmp_path):
+    code = subprocess.run([sys.executable, "-c", BUS], capture_output=True).returncode
+    for text in (exit_text(code), bus_error()):
+        assert re.search(r"cut off or found no space.*free: .*GB in /dev/shm.*or native code crashed while drawing: set MUJOCO_GL", text), text
+    child = Child("test_door:bus")
+    assert recv(child.sock) is None and "killed by SIGBUS - a file in its memory was cut off" in child.obituary()
+    child.end()
+
+
+def bus(sock): exec(BUS)
+
+
+def test_a_folder_that_may_not_be_written_to(tmp_path):
+    "Asked by another user, since root may write everywhere."
+    closed = tmp_path/"closed"
+    closed.mkdir(mode=0o755)
+    code = f"""import os; from clvla.run.folder import check_folder, RunFolder
+if os.getuid() == 0: os.chmod({str(tmp_path)!r}, 0o755); os.setresuid(65534, 65534, 65534)
+else: os.chmod({str(closed)!r}, 0o555)
+for path, write in (({str(closed/'data')!r}, False), ({str(closed)!r}, True)):
+    try: check_folder(path, "data_dir", write)
+    except ValueError as e: print(e)
+check_folder({str(closed)!r}, "data_dir")"""
+    for parent in tmp_path.parents[:2]: parent.chmod(0o755)
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ|dict(PYTHONPATH=str(ROOT)))
+    lines = p.stdout.splitlines()
+    assert p.returncode == 0 and len(lines) == 2, p.stderr[-1000:]
+    assert all(f"this user may not write into {closed}; choose another data_dir" in line for line in lines)
+
+
+def test_no_home_folder(tmp_path, monkeypatch):
+    import pwd
+    def unknown(*a): raise KeyError("uid not found")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "CLVLA_DATA"): monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="data_dir is '~/.cache/clvla'.*no home folder.*set HOME, or.*CLVLA_DATA or data_dir"): resolve(TrainConfig(suite="dot_2", run_dir=str(tmp_path/"run")))
+    assert resolve(TrainConfig(suite="dot_2", run_dir=str(tmp_path/"run"), data_dir=str(tmp_path))).data_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("given, says", [
+    (dict(algo_kw=[1]), r"algo_kw is \[1\] .list., expected a dict"), (dict(algo_kw=None), "algo_kw is None"), (dict(model_kw=5), "model_kw is 5 .int., expected a dict"),
+    (dict(algo="er+lwf", algo_kw=dict(er=5)), "settings of 'er' in 'er.lwf' are a dict, found 5"), (dict(algo="er+lwf", algo_kw="x"), "algo_kw is 'x'")])
+def test_settings_that_are_no_dict(tmp_path, given, says):
+    with pytest.raises(ValueError, match=says): resolve(TrainConfig(suite="dot_2", run_dir=str(tmp_path/"run"), **given))
+
+
+@pytest.mark.parametrize("given, says", [(dict(cl_kw=[1]), r"cl_kw is \[1\]"), (dict(cl="ewc", cl_kw=None), "cl_kw is None"), (dict(runner_kw=3), "runner_kw is 3"), (dict(algo_kw="a"), "algo_kw is 'a'")])
+def test_settings_of_an_agent_that_are_no_dict(tmp_path, given, says):
+    from clvla.crl.config import AgentConfig, resolve_agent
+    with pytest.raises(ValueError, match=says): resolve_agent(AgentConfig(run_dir=str(tmp_path/"run"), **given))
+
+
+def test_settings_of_practice_that_are_no_dict(tmp_path):
+    from clvla.rl.config import PracticeConfig, resolve_practice
+    for cl_kw in (None, [1], "x", 5):
+        with pytest.raises(ValueError, match="cl_kw is .*expected a dict"): resolve_practice(PracticeConfig(run_dir=str(tmp_path/"run"), cl="er", cl_kw=cl_kw))
+
+
+@pytest.mark.parametrize("given, says", [
+    (dict(threads=100_000), r"threads is 100000, and this machine has 2 cores; use at most 8"), (dict(n_workers=5_000), "n_workers is 5000, and this machine has 2 cores; use at most 64"),
+    (dict(steps_per_task=10**15), "steps_per_task is 1000000000000000, expected at most 10000000000; at a thousand a second 1e.15 take 31,746 years"), (dict(cycles=10**9), "cycles is 1000000000, expected at most"),
+    (dict(n_trials=10**7), "n_trials is 10000000, expected at most 100000"), (dict(n_demos=10**8), "n_demos is"), (dict(rows_per_task=10**6), "rows_per_task is"), (dict(timeout=1e200), "timeout is 1e.200"),
+    (dict(batch_size=10**9), "batch_size is"), (dict(image_size=1_000_000), "image_size: a picture of 1000000 x 1000000 pixels, expected at most"),
+    (dict(suite=dict(base="dot_2", budget=10**15)), "a budget of 1000000000000000 steps cannot end")])
+def test_what_no_machine_bears_is_refused_at_once(tmp_path, monkeypatch, given, says):
+    from clvla.train.prepare import check
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ValueError, match=says) as e: check(resolve(TrainConfig(**dict(suite="dot_2", run_dir=str(tmp_path/"run"), data_dir=str(tmp_path)) | given)))
+    assert "\n" not in str(e.value)
+
+
+def test_pictures_beyond_the_memory():
+    from clvla.envs.all import make_env
+    from clvla.envs.pool import EnvPool
+    spec = dict(kind="dot", name="left")
+    with pytest.raises(ValueError, match="left: camera 'front': a picture of 100000 x 100000 pixels"): make_env(spec, 100_000)
+    with pytest.raises(ValueError, match=r"8 environments with pictures of {'front': 4000} pixels and chunks of 2000 steps need \d+ GB, and this machine has \d+ GB; take smaller pictures"):
+        EnvPool([spec]*8, 1, 4000, H=2000)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_a_config_that_is_no_file(tmp_path, what):
+    run = tmp_path/"run"
+    run.mkdir()
+    (run/"config.json").mkdir() if what == "folder" else os.mkfifo(run/"config.json")
+    for read in (read_config, lambda path: RunFolder(path).check(config(path))):
+        with pytest.raises(ValueError, match=rf"config\.json is a (folder|device or pipe), expected a JSON file"): read(run)
+
+
+def test_an_agents_run_is_not_played_by_eval_cl(tmp_path):
+    from clvla.crl.config import AgentConfig, resolve_agent
+    from clvla.train.eval_config import EvalConfig, check_eval
+    cfg = resolve_agent(AgentConfig(run_dir=str(tmp_path/"run"), data_dir=str(tmp_path)))
+    RunFolder(cfg.run_dir).begin(cfg)
+    with pytest.raises(ValueError, match="is a run of learner 'agent', expected imitation or practice: .*run_crl"): check_eval(EvalConfig(run_dir=cfg.run_dir))
+
+
+def test_a_policy_that_lacks_a_setting(tmp_path):
+    from clvla.policies.tiny import Tiny
+    class Needs(Tiny):
+        def __init__(self, generator, **kw): super().__init__(**kw)
+    with pytest.raises(ValueError, match="policy Needs needs a setting 'generator'; give it in model_kw"): Needs.check(H=4, action_dim=2, state_dim=2)
+    assert Needs.check(H=4, action_dim=2, state_dim=2, generator="small")["generator"] == "small"
+
+
+@pytest.mark.parametrize("address, says", [("127.0.0.1:1", "nobody answers at address '127.0.0.1:1' .*ray start --head --port 1"), ("head", "address is 'head', expected host:port"), ("a:b", "expected host:port"), (":6379", "expected host:port")])
+def test_a_cluster_at_which_nobody_answers(address, says):
+    from clvla.crl.ray import check_address
+    with pytest.raises(ValueError, match=says): check_address(address)
+    for own in ("", "auto"): check_address(own)
 
 
 # processes that the system has killed

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'system_message', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
-           'clean_temporary', 'sha256', 'reading']
+           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'sha256', 'reading']
 
 # %% ../../nbs/core/02_files.ipynb #8b73958a
-import errno, hashlib, json, os, platform, re, secrets, shutil, time
+import errno, hashlib, json, os, platform, re, secrets, shutil, tempfile, time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,7 +89,9 @@ def json_text(obj)->str:
     return json.dumps(obj, indent=1, allow_nan=False)+"\n"
 
 def read_json(path):
-    "Read a JSON file; ValueError names the file when it is not JSON."
+    "Read a JSON file; ValueError names the file when it is not JSON, or is no file."
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"{path} is a {'folder' if Path(path).is_dir() else 'device or pipe'}, expected a JSON file;")
     try: return json.loads(Path(path).read_bytes().decode())
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not valid JSON ({e}); was it edited, or cut off?") from e
@@ -118,6 +120,37 @@ def _is_alive(pid:int)->bool:
     except ProcessLookupError: return False
     except PermissionError: pass   # it is there and belongs to somebody else
     return True
+
+# %% ../../nbs/core/02_files.ipynb #e02b26bc
+def reserve(
+    path, # a file
+    n:int # bytes that it shall have
+):
+    "Give a file its blocks on the disk before somebody maps it; OSError when there are too few, and the file is removed."
+    with open(path, "r+b") as f:
+        try: os.posix_fallocate(f.fileno(), 0, n)
+        except OSError as e:
+            free = shutil.disk_usage(Path(path).parent).free
+            os.unlink(path)
+            raise os_error(f"could not reserve {n/1e9:.3g} GB for {path}: {system_message(e)}; {free/1e9:.3g} GB are free there", e) from e
+
+def bus_error()->str:
+    "What may have ended a process by SIGBUS, and how much space there is."
+    data = Path(os.environ.get("CLVLA_DATA") or "~/.cache/clvla")
+    places = {"/dev/shm", tempfile.gettempdir(), os.getcwd(), str(data) if data.is_absolute() else os.getcwd()}
+    free = ", ".join(f"{shutil.disk_usage(p).free/1e9:.3g} GB in {p}" for p in sorted(places) if Path(p).is_dir())
+    return (f"a file in its memory was cut off or found no space: make some where a disk or /dev/shm is full (free: {free}); or native "
+            "code crashed while drawing: set MUJOCO_GL to osmesa, or to egl")
+
+def expanded(
+    path,            # may begin with ~
+    name="this path" # the setting that it comes from, for the message
+)->Path:
+    "A path without ~; ValueError where the user has no home folder."
+    try: return Path(path).expanduser()
+    except RuntimeError as e:
+        raise ValueError(f"{name} is {str(path)!r}, and this user has no home folder (neither $HOME nor an entry in passwd); set HOME, or "
+                         "give another folder: CLVLA_DATA or data_dir for data") from e
 
 # %% ../../nbs/core/02_files.ipynb #e02b26bb
 def sha256(path)->str:

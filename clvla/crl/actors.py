@@ -102,6 +102,7 @@ class Parallel(Runner):
         check_flag("engine", engine)
         self.engine = engine
         check_count("n_actors", n_actors)
+        if n_actors > 10_000: raise ValueError(f"n_actors is {n_actors}, expected at most 10000")
         check_count("max_restarts", max_restarts, 0)
         for name,x in dict(timeout=timeout, start_timeout=start_timeout).items(): check_number(name, x, 0)
         self.n_actors = n_actors

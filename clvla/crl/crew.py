@@ -217,7 +217,7 @@ def read(self:Crew, number:int)->list:   # of `Played`, one or none
     message,member.alive_at = recv(member.child.sock),time.monotonic()
     if message is None: self.replace(number, member.child.obituary())
     elif "error" in message:
-        if member.failures >= self.max_restarts or message["error"]["type"] == "ValueError": raise_as(message["error"])
+        if member.failures >= self.max_restarts or message["error"]["type"] in ("ValueError", "ContractError"): raise_as(message["error"])
         self.replace(number, "an error in the actor:\n"+message["error"]["traceback"])
     elif "ready" in message: member.ready = True
     elif message["key"] == self.stage["key"]: return [self.take(number, **message)]

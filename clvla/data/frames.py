@@ -7,14 +7,14 @@ __all__ = ['VERSION', 'META', 'FILE', 'NDIM', 'KIND', 'CHECK', 'check_episode', 
            'read_array', 'FrameStore', 'chunk_index', 'reuse_store']
 
 # %% ../../nbs/data/01_frames.ipynb #cd26426b
-import shutil
+import math, shutil
 from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
-from numpy.lib.format import open_memmap
+from numpy.lib.format import dtype_to_descr, open_memmap, write_array_header_1_0
 from ..core.names import ACTION, IMAGE, IMAGES, INDEX, N_ACTIONS, PAD, PROMPT, STATE, closest
 from ..core.config import entries
-from ..core.files import read_json, sha256, write_json
+from ..core.files import read_json, reserve, sha256, write_json
 from ..core.files import reading
 
 # %% ../../nbs/data/01_frames.ipynb #7d36341b
@@ -88,11 +88,20 @@ def _file(key:str)->str:
     if "/" in key or "\0" in key: raise ValueError(f"{key!r} cannot be stored: a key is a name, not a path; rename it")
     return f"images.{key.removeprefix(IMAGES)}.npy" if key.startswith(IMAGES) else f"{key.split('.')[-1]}.npy"
 
+def _new_array(path:Path, dtype, shape:tuple)->np.ndarray:
+    "A mapped .npy file of zeros whose blocks are reserved: a write for which the disk has none would end the process (SIGBUS)."
+    with open(path, "wb") as f:
+        write_array_header_1_0(f, dict(descr=dtype_to_descr(dtype), fortran_order=False, shape=shape))
+        header = f.tell()
+    reserve(path, header+math.prod(shape)*dtype.itemsize)
+    return open_memmap(path, "r+")
+
 def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
     "Write `v` at frame `at` of the key's array; the first call makes the file."
     if key not in arrays and at: raise ValueError(f"{path}: {key!r} is not in the first episode, but in a later one")
     dtype = v.dtype if v.dtype in (np.uint8, np.int32) else np.float32
-    if key not in arrays: arrays[key] = open_memmap(path/_file(key), "w+", dtype, (n, *v.shape[1:]))
+    if key not in arrays:
+        arrays[key] = _new_array(path/_file(key), np.dtype(dtype), (n, *v.shape[1:]))
     if arrays[key].shape[1:] != v.shape[1:]:
         raise ValueError(
             f"{path}: {key!r} has shape {v.shape[1:]} in one episode and {arrays[key].shape[1:]} in "

@@ -15,6 +15,7 @@ from ..core.names import Registry, closest
 from ..data.mixtures import with_layouts
 from ..data.partition import fetch, lerobot_tasks, partitions, slug
 from ..data.streams import LIST, NONE, Stream, Task
+from .guard import guard, made
 from .kind import Kind
 
 # %% ../../nbs/envs/06_all.ipynb #f281ed79
@@ -46,7 +47,7 @@ def make_env(
         if name not in spec: raise ValueError(f"an environment needs {name!r}; got {spec}")
     kind = kind_of(spec)
     kind.check_spec(spec, f"an environment of kind {spec['kind']!r}")
-    return kind.make(spec, image_size=image_size, seed=seed, **kw)
+    return guard(made(kind, spec, image_size=image_size, seed=seed, **kw))
 
 # %% ../../nbs/envs/06_all.ipynb #da89d0a0
 streams = Registry("stream")   # of users; those of the kinds are found through `kinds`

@@ -8,6 +8,7 @@ __all__ = ['ENTRIES', 'check_entries', 'camera_sizes', 'Described', 'Steppable',
 # %% ../../nbs/envs/00_base.ipynb #738b66fe
 import numpy as np
 from ..core.names import IMAGE, IMAGES, N_ACTIONS, STATE, closest
+from ..core.pictures import check_pixels
 from ..core.seeds import seed_of
 
 # %% ../../nbs/envs/00_base.ipynb #2f71b027
@@ -36,6 +37,7 @@ def camera_sizes(
     if isinstance(cameras, dict): sizes |= {c: n for c,n in cameras.items() if n is not None}
     if wrong := {c: n for c,n in sizes.items() if type(n) is not int or n < 1}:
         raise ValueError(f"a camera's size is a whole number of pixels above 0; found {wrong}")
+    for c,n in sizes.items(): check_pixels(n, n, f"camera {c!r}")
     return sizes
 
 # %% ../../nbs/envs/00_base.ipynb #52b9a012
@@ -62,7 +64,10 @@ class Described:
         try: self.sizes = camera_sizes(spec.get("cameras", self.cameras), {*self.views, *self.cameras}, self.image_size)
         except ValueError as e: raise ValueError(f"{self.task_id}: {e}") from None
         self.cameras = tuple(self.sizes)
+        self.picture_shapes = {c: (n, n, 3) for c,n in self.sizes.items()}   # of each camera's picture
         self.trial,self.t,self.ended,self.watched = None,0,True,{}
+
+    def made_by(self): return self   # the object whose class a message names
 
 # %% ../../nbs/envs/00_base.ipynb #a2cea093
 class Steppable(Described):

@@ -9,6 +9,8 @@ __all__ = ['STATES', 'HELP', 'send', 'recv', 'Process', 'child_env', 'child', 'r
 import ctypes, errno, faulthandler, fcntl, importlib, json, os, signal, socket, subprocess, sys, threading, time, traceback
 import clvla
 from pathlib import Path
+from ..core.contract import ContractError
+from ..core.files import bus_error
 from ..core.plugins import load_plugins, loaded
 
 # %% ../../nbs/envs/02_child.ipynb #6f352633
@@ -110,10 +112,10 @@ def raise_as(
     error:dict # what a child reported
 ):
     "Raise a child's error here, with its traceback: as its own class where users know it, else as RuntimeError."
-    known = {e.__name__: e for e in (ValueError, ImportError, ModuleNotFoundError, OSError, FileNotFoundError)}
-    e = known[error["type"]](error["message"]) if error["type"] in known else RuntimeError(
-        f"{error['type']} in a worker: {error['message']}. The worker's own traceback is below; the same call in this "
-        "process, without a worker, shows it best")
+    known = {e.__name__: e for e in (ContractError, ValueError, ImportError, ModuleNotFoundError, OSError, FileNotFoundError)}
+    said = error["message"] if error["type"] in (*known, "RuntimeError") else f"{error['type']} in a worker: {error['message']}"
+    e = known[error["type"]](said) if error["type"] in known else RuntimeError(
+        f"{said}. The worker's own traceback is below; the same call in this process, without a worker, shows it best")
     e.add_note("In the worker:\n"+error["traceback"])
     raise e
 
@@ -129,7 +131,7 @@ def die_with(
 STATES = dict(T="stopped", t="stopped by a debugger", D="waiting for a device", R="computing", S="asleep", Z="dead")
 HELP = dict(SIGKILL="memory may have run out (see dmesg): use fewer workers, or fewer environments in each",
             hung="if the simulator is only slow, raise the timeout; if it stands in drawing, set MUJOCO_GL to osmesa")
-HELP |= dict.fromkeys(("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"),
+HELP |= dict.fromkeys(("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"),
                       "native code crashed, most often while drawing: set MUJOCO_GL to osmesa, or to egl")
 
 class Child(Process):
@@ -142,6 +144,7 @@ class Child(Process):
         if code is None: text = "it went silent"
         elif code in names: text = f"killed by {names[code]}"
         else: text = f"exit status {code}"
+        if names.get(code) == "SIGBUS": text += f" - {bus_error()}"
         if names.get(code) in HELP: text += f" - {HELP[names[code]]}"
         return "\n".join(filter(None, [text, self.printed()]))
 

@@ -12,6 +12,7 @@ from multiprocessing.connection import wait as readable
 import numpy as np
 from fastcore.basics import patch
 from ..core.names import IMAGES, N_ACTIONS, STATE
+from ..core.processes import memory_gb
 from .all import kinds
 from .child import raise_as
 from .supervisor import Slot, Supervisor, Worker
@@ -226,6 +227,9 @@ def _share_memory(self:EnvPool, facts:list):
     self.sizes = dict(like["cameras"])
     self.cameras = tuple(self.sizes)
     layout = memory_layout(len(self), self.sizes, self.state_dim, self.action_dim, self.H, self.discrete)
+    if (needed := layout["size"]/1e9) > (there := memory_gb()):
+        raise ValueError(f"{len(self)} environments with pictures of {self.sizes} pixels and chunks of {self.H} steps need {needed:.0f} GB, "
+                         f"and this machine has {there:.0f} GB; take smaller pictures (image_size), or fewer rows at a time (rows_per_task)")
     memory_fd = self.supervisor.share_memory(layout, like)
     self._memory = memory_arrays(memory_fd, layout)
     self._watch = [()]*len(self)   # of each slot's last chunk: the steps whose observations are wanted

@@ -72,6 +72,7 @@ class Slot:
     def __init__(self, worker, spec):
         self.worker,self.spec = worker,spec # `spec` is None after `refused`
         self.task_id = self.prompt = None
+        self.author,self.doing = "",""      # class of the environment, and which of its methods was called last
         self.trial,self.seq = None,0        # `seq`: number of the last command
         self.under_way = False              # an episode has begun and is not over
         self.restarted = False              # the episode begins again, and its first result has not come yet
@@ -85,7 +86,7 @@ def start(self:Supervisor)->list: # what `worker.about` says of each slot's envi
     for w in self.workers: self._launch(w)
     about = {}   # slot -> facts of its environment: task id, prompt, cameras, sizes
     for w in self.workers: about |= self._await_start(w)
-    for slot,s in enumerate(self.slots): s.task_id,s.prompt = about[slot]["task_id"],about[slot]["prompt"]
+    for slot,s in enumerate(self.slots): s.task_id,s.prompt,s.author = [about[slot][k] for k in ("task_id", "prompt", "author")]
     return [about[slot] for slot in range(len(self.slots))]
 
 @patch
@@ -110,7 +111,8 @@ def _await_start(self:Supervisor, w)->dict:
         why = w.child.obituary()
         w.child.end()
         if n_deaths > self.max_restarts:
-            raise RuntimeError(f"a worker died while starting, {n_deaths} times; the last: {why}")
+            tasks = ", ".join(dict.fromkeys(str(self.slots[slot].spec.get("name")) for slot in w.slots))
+            raise RuntimeError(f"a worker for {tasks} died while starting, {n_deaths} times; the last: {why}")
         self._note_loss(w, why)
         self._launch(w)
     if "error" in message: raise_as(message["error"])
@@ -141,6 +143,7 @@ def command(self:Supervisor, slot, **message):
     s = self.slots[slot]
     w = s.worker
     s.seq += 1
+    s.doing = "reset" if "trial" in message else "step_chunk"
     if not w.unanswered: w.alive_at = time.monotonic()   # it was idle until now
     w.unanswered[slot] = s.seq
     send(w.child.sock, slot=slot, seq=s.seq, **message)   # dropped where the process is dead, which `answers` notices
@@ -170,7 +173,7 @@ def _read(self:Supervisor, w)->dict|None:
     message = recv(w.child.sock)
     w.alive_at = time.monotonic()
     if message is None: self._replace(w, w.child.obituary())
-    elif "error" in message: self._replace(w, "an error in the worker:\n"+message["error"]["traceback"])
+    elif "error" in message: self._replace(w, "{type}: {message}\nan error in the worker:\n{traceback}".format(**message["error"]))
     elif "about" in message: w.starting = False   # a replaced worker is up; its environments are as before
     elif w.unanswered.get(message["slot"]) == message["seq"]:
         del w.unanswered[message["slot"]]
@@ -209,7 +212,8 @@ def _give_up(self:Supervisor, w, lost, why):
     if s.failures <= self.max_restarts: return
     self.close()
     size,seed = self.settings["image_size"],self.settings["seed"]
+    first,_,more = why.partition("\n")
     raise RuntimeError(
         f"the worker of slots {w.slots} failed {s.failures} times before trial {s.trial} of {s.task_id} was over, more "
-        f"than max_restarts={self.max_restarts}. To see it alone: make_env({s.spec}, {size}, {seed}).reset({s.trial})\n"
-        f"The last failure: {why}")
+        f"than max_restarts={self.max_restarts}; the last time in {s.author}.{s.doing}: {first}. To see it alone: "
+        f"make_env({s.spec}, {size}, {seed}).reset({s.trial})\n{more}")

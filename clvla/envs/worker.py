@@ -8,9 +8,11 @@ __all__ = ['worker', 'carry_out', 'act', 'write_obs', 'about', 'Envs', 'check_al
 # %% ../../nbs/envs/07_worker.ipynb #dad127d1
 import mmap, time
 import numpy as np
+from ..core.contract import ContractError
 from ..core.names import IMAGES, N_ACTIONS, STATE
 from .all import make_env
 from .child import recv, report, send, trim
+from .guard import class_of
 
 # %% ../../nbs/envs/07_worker.ipynb #0f124673
 def worker(
@@ -40,11 +42,11 @@ def carry_out(memory, envs, command, like)->dict:
     out = {IMAGES+c: memory[IMAGES+c][slot] for c in env.cameras}
     if "trial" in command:
         try: obs = env.reset(command["trial"], out)
-        except (ValueError, ImportError, FileNotFoundError) as e:
-            envs.pop(slot).close()
-            return dict(refused=report(e))
+        except (ValueError, ImportError, FileNotFoundError) as e: return envs.refuse(slot, e)
         rewards,flags,n = [],(0, 0, 0),0
-    else: obs,rewards,*flags,n = act(memory, env, slot, command, out)
+    else:
+        try: obs,rewards,*flags,n = act(memory, env, slot, command, out)
+        except ContractError as e: return envs.refuse(slot, e)   # it would come again: no new process helps
     memory["success_at"][slot] = 0 if "trial" in command else env.success_at
     write_obs(memory, slot, obs)
     memory["rewards"][slot,:n],memory["flags"][slot],memory["n_steps"][slot] = rewards,flags,n
@@ -72,8 +74,8 @@ def write_obs(memory, index, obs, prefix=""):
 # %% ../../nbs/envs/07_worker.ipynb #b9dce155
 def about(env)->dict:
     "What the pool has to know of an environment."
-    return dict(task_id=env.task_id, prompt=env.prompt, state_dim=env.state_dim, action_dim=env.action_dim,
-                discrete=env.n_actions is not None, cameras=[[c, h] for c,h in env.sizes.items()])
+    return dict(task_id=env.task_id, prompt=env.prompt, state_dim=int(env.state_dim), action_dim=int(env.action_dim),
+                author=class_of(env), discrete=env.n_actions is not None, cameras=[[c, h] for c,h in env.sizes.items()])
 
 class Envs(dict):
     "The environments of one worker by slot; `drawing` adds up the seconds that observations took."
@@ -92,6 +94,13 @@ class Envs(dict):
                              "own")
         env.obs,self[slot] = self.timed(env.obs),env
         return facts
+
+    def refuse(self, slot, e)->dict:
+        "The answer of an environment that cannot go on, which is given up."
+        env = self.pop(slot)
+        try: env.close()
+        except Exception as closing: print(f"and then, in closing: {closing}")   # what came first is what counts
+        return dict(refused=report(e))
 
     def timed(self, obs):
         "`obs`, which adds the seconds that it takes to `drawing`."

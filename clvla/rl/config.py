@@ -34,6 +34,7 @@ class PracticeSettings:
     ADDED = ("overlap", "stream", "cl", "cl_kw")
     FREE = ("train_gpu", "rollout_gpus")
     POSITIVE = ("episodes", "round_episodes", "stride")
+    MOST = dict(episodes=10**9, round_episodes=10**7)
 
 # %% ../../nbs/rl/20_config.ipynb #c20000a2
 def cl_parts(

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'PAGES', 'VISIBLE', 'CHOSEN', 'RunConfig', 'table', 'hosts', 'world_of', 'threads_of',
-           'typed', 'literal', 'value_of', 'make_config', 'settings_at', 'put_setting', 'owner_of', 'way_to',
+           'typed', 'literal', 'value_of', 'make_config', 'settings_at', 'a_dict', 'put_setting', 'owner_of', 'way_to',
            'settings_of', 'arguments', 'setting_value', 'from_page', 'papermill_command', 'work_in_project',
-           'page_begins', 'check_values', 'check_settings', 'check_machine', 'memory_gb', 'resident_gb', 'count_gpus',
-           'device_of', 'gpu_numbers', 'chosen_gpus', 'use_gpus', 'with_folders', 'identity', 'differences',
-           'read_config', 'refuse_twice', 'given_twice']
+           'page_begins', 'check_values', 'check_most', 'check_settings', 'check_machine', 'check_workers',
+           'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus', 'use_gpus', 'with_folders',
+           'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, math, os, sys
@@ -16,9 +16,11 @@ from ast import literal_eval
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from ..core.config import config_from, config_json, stored_config
-from ..core.files import read_json
+from ..core.files import expanded, read_json
 from ..core.names import closest
+from ..core.pictures import check_pixels
 from ..core.plugins import load_plugins
+from ..core.processes import memory_gb
 from .all import configs
 
 # %% ../../nbs/run/07_config.ipynb #b0700007
@@ -45,6 +47,8 @@ class RunConfig:
     keep:int = 3                # newest checkpoints that are kept beside those at the tasks' ends
     keep_tasks:bool = True      # keep the checkpoint of every finished task; False: of those too the newest `keep`
     gpus:str = ""               # the GPUs of each machine that the run may use, as in "1,2"; default all
+    # above these a run could not end, or no machine could hold it
+    MOST = dict(timeout=525_600, num_processes=10_000, keep=10**6, save_every=10**12)
     # settings that change no number: only these may differ when a run is continued
     ADDED = ()   # settings that were added later; their default does what older versions did
     FREE = ("run_dir", "data_dir", "plugins", "trust", "machines", "timeout", "detached", "save_every", "save_minutes", "keep",
@@ -64,11 +68,11 @@ class RunConfig:
 # %% ../../nbs/run/07_config.ipynb #b0700009
 def table(
     cls,      # a config's class
-    name:str  # FREE, ADDED, POSITIVE, NOT_NEGATIVE or CHOICES
-):            # tuple, or dict for CHOICES
+    name:str  # FREE, ADDED, POSITIVE, NOT_NEGATIVE, CHOICES or MOST
+):            # tuple, or dict for CHOICES and MOST
     "One table of a config's class and of all its bases."
     parts = [vars(c)[name] for c in cls.__mro__ if name in vars(c)]
-    if name == "CHOICES": return {k: v for part in reversed(parts) for k,v in part.items()}
+    if name in ("CHOICES", "MOST"): return {k: v for part in reversed(parts) for k,v in part.items()}
     return tuple(dict.fromkeys(k for part in reversed(parts) for k in part))
 
 def hosts(
@@ -138,8 +142,14 @@ def make_config(
 def settings_at(values:dict, place:str)->dict:
     "What is given at a place: of field \"algo_kw\", or of the part \"er\" in it, \"algo_kw.er\"."
     field,_,part = place.partition(".")
-    given = values.get(field, {})
-    return given.get(part, {}) if part else given
+    given = a_dict(field, values.get(field, {}))
+    return a_dict(place, given.get(part, {})) if part else given
+
+def a_dict(place:str, given)->dict:
+    "`given`; ValueError unless it is a dict."
+    if not isinstance(given, dict):
+        raise ValueError(f"{place} is {given!r} ({type(given).__name__}), expected a dict of settings, as in {{'NAME': 1}}")
+    return given
 
 def put_setting(values:dict, place:str, name:str, v):
     "Add a setting at a place."
@@ -256,12 +266,26 @@ def check_values(
         if getattr(cfg, k) is None: continue   # it is filled in later
         if not 0 <= getattr(cfg, k) < math.inf:
             raise ValueError(f"{k} must not be negative, nor infinite, found {getattr(cfg, k)}; set it to 0 or more")
+    for k,most in table(cls, "MOST").items(): check_most(k, getattr(cfg, k), most)
+    if type(size := vars(cfg).get("image_size")) is int and size > 0: check_pixels(size, size, "image_size")
+    for f in fields(cls):
+        if f.type is dict: a_dict(f.name, getattr(cfg, f.name))
     for k,known in table(cls, "CHOICES").items():
         if getattr(cfg, k) not in known:
             raise ValueError(f"unknown {k} {getattr(cfg, k)!r}{closest(getattr(cfg, k), known)}")
     for place,(who,known) in cls.settings(vars(cfg)).items():
         check_settings(place, who, known, settings_at(vars(cfg), place))
     return cfg
+
+def check_most(
+    name:str, # of a setting
+    v,        # its value; None: it is filled in later
+    most      # the largest that a run can end with
+):
+    "ValueError for a number that no run could end with."
+    if v is None or v <= most: return
+    years = f"; at a thousand a second {v:.0e} take {v/1000/3.15e7:,.0f} years" if v > 10**12 else ""
+    raise ValueError(f"{name} is {v}, expected at most {most}{years}; set it to what this run needs")
 
 def check_settings(
     name:str,   # the place, as in "algo_kw"
@@ -299,6 +323,10 @@ def check_machine(
     if not gpus and n > 4*cores:
         raise ValueError(f"num_processes is {n} on each machine, and this one has {cores} cores; use at most {4*cores} "
                          f"(four to a core), {cores} are fastest")
+    check_workers(vars(cfg).get("n_workers") or 0, cores)
+    if cfg.threads > 4*cores:
+        raise ValueError(f"threads is {cfg.threads}, and this machine has {cores} cores; use at most {4*cores} (four to a core), "
+                         f"{cores} are fastest")
     machine_gb = machine_gb or memory_gb()
     process_gb = process_gb or min(1, resident_gb())
     if n > 1 and n*process_gb > machine_gb:
@@ -307,12 +335,14 @@ def check_machine(
                          f"{max(1, int(machine_gb/process_gb))}, or a machine with more memory")
 
 # %% ../../nbs/run/07_config.ipynb #411cd746
-def memory_gb()->float:
-    "Memory of this machine, or of this container where it has less, GB."
-    total = os.sysconf("SC_PAGE_SIZE")*os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else ""
-    return min(total, int(text) if text.isdigit() else total)/1e9
+def check_workers(
+    n:int,      # simulator processes
+    cores:int=0 # of this machine; the system is asked if 0
+):
+    "ValueError for more simulator processes than a machine bears."
+    cores = cores or os.cpu_count() or 1
+    if n > max(64, 8*cores):
+        raise ValueError(f"n_workers is {n}, and this machine has {cores} cores; use at most {max(64, 8*cores)}, {cores} are fastest")
 
 def resident_gb()->float:
     "Memory that this process has now, GB (Linux; 0 elsewhere)."
@@ -372,9 +402,9 @@ def with_folders(
 )->RunConfig:      # absolute paths
     "Fill in the folders of a run."
     data = cfg.data_dir or os.environ.get("CLVLA_DATA") or "~/.cache/clvla"
-    path = lambda p: str(Path(p).expanduser().resolve())
-    return replace(cfg, run_dir=path(cfg.run_dir or f"runs/{name}"), data_dir=path(data),
-                   plugins=[path(p) if p.endswith(".py") else p for p in cfg.plugins])
+    path = lambda p, setting: str(expanded(p, setting).resolve())
+    return replace(cfg, run_dir=path(cfg.run_dir or f"runs/{name}", "run_dir"), data_dir=path(data, "data_dir"),
+                   plugins=[path(p, "plugins") if p.endswith(".py") else p for p in cfg.plugins])
 
 # %% ../../nbs/run/07_config.ipynb #b070001a
 def identity(cfg:RunConfig)->dict:

@@ -47,7 +47,7 @@ class RunFolder:
         cfg:RunConfig # resolved settings
     )->list:          # settings that differ from those of the folder, which has no results then
         "ValueError when the folder is another run's, or another process writes to it; writes nothing."
-        check_folder(self.path)
+        check_folder(self.path, write=True)
         if not (self.path/"config.json").exists():
             self.check_empty()
             return []
@@ -103,16 +103,18 @@ def clear(self:RunFolder):
 # %% ../../nbs/run/00_folder.ipynb #ccee0499
 def check_folder(
     path,          # where a folder is or shall be
-    name="run_dir" # of the setting that names it
+    name="run_dir", # of the setting that names it
+    write=False    # it is written into, also where it is there already
 ):
-    "ValueError when the path is a file, leads through one, or cannot be a path."
+    "ValueError when the path is a file, leads through one, cannot be a path, or may not be written to."
     for p in (Path(path), *Path(path).parents):
         try: is_folder = stat.S_ISDIR(p.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError): continue
         except (OSError, ValueError) as e:
             why = getattr(e, "strerror", None) or e
             raise ValueError(f"{name} {str(path)[:80]!r} cannot be a folder ({why}); choose another one") from e
-        if is_folder: return
+        if is_folder and (p == Path(path) and not write or os.access(p, os.W_OK|os.X_OK)): return
+        if is_folder: raise ValueError(f"{name} {path}: this user may not write into {p}; choose another {name}, or give the user that right")
         raise ValueError(f"{name} {path} needs a folder, but {p} is a file; choose another {name}")
 
 @patch
@@ -140,7 +142,7 @@ def lock(self:RunFolder):
     if self.rank:
         yield self
         return
-    check_folder(self.path)
+    check_folder(self.path, write=True)
     self.path.mkdir(parents=True, exist_ok=True)
     with hold_lock(self.path/"run.lock", oom_kills=oom_kills()) as is_ours:
         if not is_ours:

@@ -9,6 +9,7 @@ __all__ = ['EXIT_STOPPED', 'OOM_COUNTS', 'MEMORY', 'CRASH', 'CAUSES', 'Stopped',
 # %% ../../nbs/run/02_stop.ipynb #d0950c0b
 import signal, threading
 from pathlib import Path
+from ..core.files import bus_error
 
 # %% ../../nbs/run/02_stop.ipynb #eb674f4e
 EXIT_STOPPED = 75
@@ -58,7 +59,7 @@ def oom_kills()->int|None:
 # %% ../../nbs/run/02_stop.ipynb #ee34983f
 MEMORY = "use fewer n_workers, a smaller batch_size or model, or a machine with more memory"
 CRASH = "a native library crashed, see the last lines"
-CAUSES = {signal.SIGBUS: "a full /dev/shm, or a data file that was cut off", signal.SIGABRT: CRASH,
+CAUSES = {signal.SIGABRT: CRASH,
           signal.SIGSEGV: CRASH, signal.SIGILL: CRASH, signal.SIGFPE: CRASH}
 
 def exit_text(
@@ -69,7 +70,8 @@ def exit_text(
     number = -code if code < 0 else code-128
     if number not in [s.value for s in signal.Signals]: return f"ended with exit code {code}"
     text = f"was ended by {signal.Signals(number).name} (exit code {code})"
-    cause = kill_cause(kills) if number == signal.SIGKILL else CAUSES.get(number, "somebody asked it to end")
+    if number == signal.SIGBUS: cause = bus_error()
+    else: cause = kill_cause(kills) if number == signal.SIGKILL else CAUSES.get(number, "somebody asked it to end")
     return f"{text}: {cause}; the same command goes on from the last checkpoint"
 
 def kill_cause(

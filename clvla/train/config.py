@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 import json, os
+from ..core.trials import TRIALS
 from ..data.partition import absolute_folders
 from ..envs.all import defaults_of, make_stream, stream_names
-from ..run.config import RunConfig, check_machine, check_values, settings_of, threads_of, typed, with_folders, world_of
+from ..run.config import RunConfig, a_dict, check_machine, check_values, settings_of, threads_of, typed, with_folders, world_of
 from ..run.plugins import plugins_of
 from .schedules import check_schedule
 
@@ -38,6 +39,7 @@ class DataSettings:
     ADDED = ("accept",)
     FREE = ("prefetch", "accept")
     POSITIVE = ("cycles",)
+    MOST = dict(cycles=10_000, n_demos=TRIALS["demos"][1]-TRIALS["demos"][0], prefetch=1000)
     NOT_NEGATIVE = ("n_demos", "prefetch", "image_size")
     CHOICES = dict(partition=("auto", "by_task_index", "by_dataset"), stats=("global", "first"),
                    state_norm=(NORMS := ("identity", "mean_std", "min_max", "quantiles")), action_norm=("", *NORMS))
@@ -86,6 +88,7 @@ class LearningSettings:
     # they came later: `identity` leaves out a default
     ADDED = ("schedule", "along", "patience", "look_every", "look_trials")
     POSITIVE = ("accumulation", "nan_limit", "look_trials")
+    MOST = dict(steps_per_task=10**10, batch_size=10**6, accumulation=10**6, look_trials=TRIALS["stopping"][1]-TRIALS["stopping"][0])
     NOT_NEGATIVE = ("steps_per_task", "batch_size", "lr", "warmup", "weight_decay", "clip", "patience", "look_every")
     CHOICES = dict(on_nan=("stop", "skip"), along=("restart", "continue"))
 
@@ -103,6 +106,7 @@ class EvaluationSettings:
     videos:bool = False          # film the first success and the first failure per task
     FREE = ("n_workers", "max_wait", "videos")
     POSITIVE = ("n_trials", "rows_per_task")
+    MOST = dict(n_trials=TRIALS["report"][1], rows_per_task=10_000, curve_points=10_000, max_wait=3600)
     NOT_NEGATIVE = ("curve_points", "n_workers", "max_wait")
     CHOICES = dict(evaluate=("lower", "full", "none"))
 
@@ -215,6 +219,7 @@ def sort_settings(cfg:TrainConfig)->TrainConfig:
     from clvla.cl.all import split_settings
     parts = cfg.parts(cfg.algo)
     if len(parts) == 1: return cfg
+    a_dict("algo_kw", cfg.algo_kw)
     algo_kw = {part: own for part,own in split_settings(cfg.algo, cfg.algo_kw).items() if own}
     return replace(cfg, algo="+".join(parts), algo_kw=algo_kw)
 

@@ -23,10 +23,10 @@ from ..eval.parts import part_of
 from ..eval.rows import check_envs, spec_of
 from ..policies.all import read_policy
 from ..run.checkpoint import checkpoints
-from ..run.config import read_config
+from ..run.config import check_workers, read_config
 from ..run.folder import RunFolder
 from ..run.plugins import plugins_of
-from .config import stream_name
+from .config import TrainConfig, stream_name
 
 # %% ../../nbs/train/05_eval_config.ipynb #01295583
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,9 @@ def check_eval(
     "Raise ValueError for an evaluation that cannot be meant, and FileNotFoundError where there is no run."
     _check_numbers(cfg)
     run = read_config(cfg.run_dir)
+    if not isinstance(run, TrainConfig):
+        raise ValueError(f"{cfg.run_dir} is a run of learner {run.learner!r}, expected imitation or practice: an agent is evaluated while it "
+                         "learns; open run_crl with this run_dir to see its curves")
     plugins_of(replace(run, trust=cfg.trust), copies=True)   # ValueError for a stranger's
     points = checkpoints(Path(cfg.run_dir)/"checkpoints", ends=True)[-1 if cfg.last_only else 0:]
     if not points: raise ValueError(f"{cfg.run_dir} has no checkpoint yet; let its run finish a task first")
@@ -124,6 +127,7 @@ def _check_numbers(cfg:EvalConfig):
     "ValueError for a number or a choice that cannot be meant."
     for k,least in dict(n_trials=1, rows_per_task=0, n_workers=0, batch=0).items():
         if getattr(cfg, k) < least: raise ValueError(f"{k} must be {least} or more, found {getattr(cfg, k)}")
+    check_workers(cfg.n_workers)
     part_of(cfg.part)
     used = [next((use for use in ("report", "selection") if TRIALS[use][0] <= trial < TRIALS[use][1]), None)
             for trial in (cfg.first_trial, cfg.first_trial+cfg.n_trials-1)]

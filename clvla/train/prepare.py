@@ -169,6 +169,7 @@ def make_all_demos(
     for o in tasks:
         if all(f.exists() for f in places(o, cfg, stream)[2]): stores[o.id] = make_store(o, cfg, stream, on_wait=wait)
     todo,makers = deque(o for o in tasks if o.id not in stores),_Makers(cfg, stream, say)
+    if todo: check_folder(cfg.data_dir, "data_dir", write=True)
     try:
         while todo or makers.at:
             while todo and len(makers.at) < max(1, cfg.n_workers):

@@ -199,6 +199,8 @@ class EngineEnv(Env):
         super().__init__(spec, image_size or 1, seed)   # a task without a picture asks for none
         sizes = sizes_of(spec)
         self.spec,self.picture,self.engine,self.max_steps = spec,sizes["picture"],None,limit_of(spec)
+        planes,*size = self.picture
+        self.picture_shapes = dict.fromkeys(self.cameras, (*size, planes))   # the engine's own, whatever was asked for
         self.state_dim,self.n_actions,self.action_dim = sizes["state"],sizes["n_actions"],sizes["action_dim"]
 
     def _begin(self, seed):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 from ...core.names import closest
-from ...core.files import os_error, read_json, sha256, system_message, write_atomic, write_json
+from ...core.files import expanded, os_error, read_json, sha256, system_message, write_atomic, write_json
 from ..render import GL_LIBS, use_gl
 from .files import KNOWN, MODELS, TOPS, check_whole, digest, fingerprints, layout, states_fingerprint
 from .files import unpack
@@ -24,7 +24,7 @@ INDEX,FORMAT = "assets.json",2
 
 def home()->Path:
     "Where prepared assets lie: `libero` in $CLVLA_DATA, or in ~/.cache/clvla."
-    return Path(os.environ.get("CLVLA_DATA") or "~/.cache/clvla").expanduser().absolute()/"libero"
+    return expanded(os.environ.get("CLVLA_DATA") or "~/.cache/clvla", "the data folder").absolute()/"libero"
 
 # %% ../../../nbs/envs/libero/03_assets.ipynb #7eb06a50
 VERSIONS = { # distribution: from, below, why
