@@ -28,6 +28,14 @@ def shared_data(tmp_path_factory):
     return path
 
 
+@pytest.fixture(params=["far", "cuda"])
+def device(request):
+    "The pretended GPU, and a real one where there is one."
+    import far
+    if why := far.unfit(request.param): pytest.skip(why)
+    with far.device(request.param) as there: yield there
+
+
 def forget_plugins():
     "Take out plugins whose files are deleted: environments' processes would be told to import them."
     plugins = sys.modules.get("clvla.core.plugins")
