@@ -104,7 +104,7 @@ def score(self:MIR, ctx):
     "Draw candidates, score them, keep the `top_k` that would suffer most."
     drawn = self.buf.draw(min(self.candidates, len(self.buf)))
     candidates = to_device(self.buf.fetch(drawn, ctx.data), ctx.device)
-    s = interference(ctx, ctx.task_batch, candidates, self.generator, self.n_draws)
+    s = interference(ctx, ctx.task_batch, candidates, self.generator, self.n_draws).cpu()   # one copy, read three times
     best = s.topk(min(self.top_k, len(drawn))).indices.tolist()
     self.cache = [drawn[i] for i in best]
     self.n_refresh += 1
