@@ -10,12 +10,13 @@ from clvla.cl.base import CLContext
 from clvla.cl.engine import Engine, Loop, cl_step
 from clvla.cl.er import ER
 from clvla.cl.mir import MIR
-from clvla.core.batch import torch_rng
+from clvla.core.batch import to_device, torch_rng
 from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
 from clvla.policies.base import param_groups
 from clvla.policies.tiny import Tiny
 
 pytestmark = pytest.mark.skipif(bool(far.unfit()), reason=far.unfit() or "the pretended device is there")
+if not far.unfit(): far.register()   # before a test makes torch's first backward pass: its engine counts the devices then
 
 
 class Frames:
@@ -63,3 +64,64 @@ def test_an_update_of_replay_waits_for_its_guard_and_the_words():
     with far.device() as there:
         _, seen = losses(ER, "flow", there)
     assert seen.waits.total() <= 3 and seen.kernels.total() <= 380, seen   # counted: 2 and 364
+
+
+# The trunk of Qwen2.5-VL, as deep as the published one and very narrow
+
+def deep():
+    "QwenOFT with 32 layers of vision and 36 of text."
+    pytest.importorskip("transformers")
+    from dataclasses import replace
+    from clvla.policies.vlm.qwen import QWEN_TINY
+    from clvla.policies.vlm.qwenoft import TinyQwenOFT
+    text = dict(num_hidden_layers=36, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                rope_parameters=dict(rope_type="default", rope_theta=100., mrope_section=[1, 1, 2]))
+    vision = dict(depth=32, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=16, patch_size=14, window_size=112,
+                  fullatt_block_indexes=[7, 15, 23, 31])
+
+    class Deep(TinyQwenOFT):
+        shape = replace(QWEN_TINY, image_sizes=(224, 280), text=QWEN_TINY.text | text, vision=QWEN_TINY.vision | vision)
+        image_sizes = 224, 280
+    torch.manual_seed(0)
+    return lambda cameras: Deep(image_size=cameras, state_dim=4, action_dim=4, H=4)
+
+def pictures_of(cameras, B):
+    g = torch_rng(0, "pictures")
+    return {k: torch.randint(0, 255, (B, 3, h, h), dtype=torch.uint8, generator=g) for k, h in cameras.items()} | {
+        STATE: torch.randn(B, 4, generator=g), ACTION: torch.randn(B, 4, 4, generator=g), PAD: torch.zeros(B, 4, dtype=torch.bool),
+        PROMPT: ["push the red button"]*B}
+
+def loss_and_gradients(policy, batch):
+    policy.zero_grad()
+    loss, _ = policy(batch)
+    loss.backward()
+    return loss.detach(), [p.grad for p in policy.parameters() if p.grad is not None]
+
+@pytest.mark.parametrize("cameras,calls", [({IMAGE: 224}, 68), ({IMAGE: 224, IMAGE+"_wrist": 280}, 36+2*4+3*28)])
+def test_the_windows_of_a_layer_are_one_call_with_the_same_bits(cameras, calls, monkeypatch):
+    import torch.nn.functional as F
+    import clvla.policies.vlm.qwen as qwen
+    make, batch, n, plain = deep(), pictures_of(cameras, 3), [], F.scaled_dot_product_attention
+    joined = make(cameras)
+    monkeypatch.setattr(qwen, "join_windows", lambda tower: None)
+    stock = make(cameras)
+    stock.load_state_dict(joined.state_dict())
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **kw: n.append(1) or plain(*a, **kw))
+    loss, gs = loss_and_gradients(joined, batch)
+    assert len(n) == calls   # 36 layers of text; of vision one for each length of window: of 4 layers pictures, of 28 windows
+    n.clear()
+    other, theirs = loss_and_gradients(stock, batch)
+    assert len(n) > 5*calls/2 and torch.equal(loss, other) and all(torch.equal(a, b) for a, b in zip(gs, theirs))
+
+def test_a_deep_trunk_takes_bytes_and_waits_seldom():
+    cameras = {IMAGE: 224}
+    batch = pictures_of(cameras, 2)
+    policy = deep()(cameras)
+    loss = policy(policy.prepare(batch))[0].detach()
+    with far.device() as there:
+        policy.to(there)
+        with far.counts() as seen: found = policy(to_device(policy.prepare(batch), there))[0].detach().cpu()
+    assert torch.allclose(found, loss, atol=1e-5)
+    assert seen.waits.total() <= 14, seen      # counted: 12; when each layer asks for its windows 117
+    pictures = batch[IMAGE].nbytes
+    assert seen.loads.total() < 1.1*pictures, seen   # as numbers of 32 bits four times as many, and the bytes beside them
