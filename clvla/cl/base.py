@@ -117,6 +117,7 @@ class CLContext:
     out:dict|None = None           # second result of the policy's forward
     loss:Tensor|None = None        # first result: the mean loss, without penalty
     penalty:Tensor|None = None     # what `compute_penalty` returned
+    reads_ahead:bool = False       # whether `data` may read ahead what will be drawn (`data.expect`), while the step is computed
     average:object = None          # average of the weights (`policies.ema.EMA`); None: the run keeps none
     def __post_init__(self): self.bind(Process())
 

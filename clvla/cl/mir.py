@@ -98,6 +98,12 @@ class MIR(ER):
         if scored: self.score(ctx)
         return self.pick(n, scored)
 
+    def next_draws(self, n):
+        "Those of ER; of a scored step the candidates, and what is drawn beside the best of them."
+        C = min(self.candidates, len(self.buf))
+        if (self.step+2)%self.refresh == 0: return C,0 if self.between == "cache" else n-min(self.top_k, C, n)
+        return () if self.between == "cache" and self.cache else (n,)
+
 # %% ../../nbs/cl/09_mir.ipynb #761359a4
 @patch
 def score(self:MIR, ctx):

@@ -187,6 +187,7 @@ def fit(self:Trainer,
         call_hook(algo, "on_task_start", self.ctx)
     ctx,first,t0 = self.ctx,self.ctx.step,time.monotonic()
     ctx.n_steps = n_steps
+    ctx.reads_ahead = cfg.prefetch > 0
     before,total = self.schedule_of(t, n_steps)
     self.policy.train()
     while not self.is_over(n_steps):
