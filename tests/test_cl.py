@@ -18,7 +18,7 @@ from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
 from clvla.cl.gss import GSS
 from clvla.cl.mir import MIR, interference, rank_correlation, true_change
-from clvla.cl.probe import adamw_step
+from clvla.cl.probe import by_updates, portions, virtual_step
 from clvla.cl.quick import QuickLoader, quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.sequential import Sequential
 from clvla.cl.si import SI
@@ -367,14 +367,49 @@ def test_scoring_leaves_no_trace(raises, training):
     assert torch.equal(opt.state_dict()["state"][0]["exp_avg"], before[0][1]["state"][0]["exp_avg"])
     assert torch.equal(torch.get_rng_state(), before[1]) and torch.equal(model.w.grad, before[2]) and model.training == training
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_adamw_step_is_torchs(steps):
-    p = torch.nn.Parameter(torch.randn(50, generator=torch_rng(0, "p"))); opt = torch.optim.AdamW([p], 1e-2, weight_decay=.1)
-    for k in range(steps): p.grad = torch.randn(50, generator=torch_rng(0, k)); opt.step()
-    g = torch.randn(50, generator=torch_rng(0, "g"))
-    ahead = adamw_step(p.detach(), g, opt.param_groups[0], opt.state[p] if p in opt.state else {})
-    p.grad = g; opt.step()
-    assert torch.allclose(ahead, p.detach(), atol=1e-6)
+def plain_step(p, g, group, state):
+    "One AdamW step of one tensor, an operation at a time."
+    (b1, b2), lr, t = group["betas"], group["lr"], float(state["step"])+1 if state else 1.
+    m = state["exp_avg"].lerp(g, 1-b1) if state else (1-b1)*g
+    v = (b2*state["exp_avg_sq"] if state else torch.zeros_like(g)).addcmul(g, g, value=1-b2)
+    return (p*(1-lr*group["weight_decay"])).addcdiv(m, (v/(1-b2**t)).sqrt()+group["eps"], value=-lr/(1-b1**t))
+
+def several(steps, max_norm=None):
+    "Tensors of two groups; those of the second group begin one after another."
+    model = torch.nn.ParameterDict({f"p{i}": torch.randn(n, generator=torch_rng(0, i)) for i, n in enumerate((50, 1, 7, 400, 33))})
+    ps = list(model.values())
+    opt = torch.optim.AdamW([dict(params=ps[:2], lr=1e-2, weight_decay=.1), dict(params=ps[2:], lr=3e-3, weight_decay=0.)], fused=True)
+    for k in range(steps):
+        for i, p in enumerate(ps): p.grad = torch.randn(len(p), generator=torch_rng(1, i, k)) if i < 3 or k >= i-2 else None
+        opt.step()
+    ctx = CLContext(policy=model); ctx.bind(Engine(model, opt, max_norm=max_norm))
+    return ctx, ps, opt, [torch.randn(len(p), generator=torch_rng(2, i)) for i, p in enumerate(ps)]
+
+@pytest.mark.parametrize("steps", [0, 2, 4])
+@pytest.mark.parametrize("max_norm", [None, 1.])
+def test_a_pretended_step_is_each_tensors_own_to_the_bit_and_torchs(steps, max_norm):
+    ctx, ps, opt, gs = several(steps, max_norm); engine = ctx._engine
+    counts = {float(engine.moments(p)["step"]) if engine.moments(p) else None for p in ps[2:]}
+    assert len(counts) == {0: 1, 2: 3, 4: 3}[steps]   # of one group
+    ahead = virtual_step(ctx, gs)
+    scale = 1. if max_norm is None else (max_norm/(torch.nn.utils.get_total_norm(gs)+1e-6)).clamp(max=1)
+    for (name, p), g in zip(ctx.params().items(), gs):
+        assert torch.equal(ahead[name], plain_step(p.detach(), g*scale, engine.group(p), engine.moments(p)))
+        p.grad = g.clone()
+    if max_norm: engine.clip(ctx.params())
+    opt.step()
+    for name, p in ctx.params().items(): assert torch.allclose(ahead[name], p.detach(), atol=1e-6)
+
+def test_a_step_in_portions_is_the_same_step(monkeypatch):
+    ctx, ps, _, gs = several(3)
+    whole = virtual_step(ctx, gs)
+    monkeypatch.setattr(portions, "__defaults__", (40,))
+    assert [len(part) for part in portions([("", p, None) for p in ps])] == [1, 2, 1, 1]
+    assert all(torch.equal(whole[k], x) for k, x in virtual_step(ctx, gs).items())
+
+def test_moments_that_count_no_update_are_not_those_of_a_tensor_that_has_none():
+    state = dict(step=torch.tensor(0.), exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1))   # as fp16's scaler leaves it
+    assert by_updates([{}, state, state | dict(step=torch.tensor(2.)), {}]) == {None: [0, 3], 0.: [1], 2.: [2]}
 
 def test_refused_optimizers():
     model = Lookup(); batch = dict(x=torch.arange(4), y=torch.ones(4))

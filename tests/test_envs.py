@@ -155,6 +155,23 @@ def test_a_backend_that_cannot_open_a_context_is_refused_before_a_run(monkeypatc
     monkeypatch.setenv("MUJOCO_GL", "osmesa"); assert check_gl(find=lambda lib: lib) == "osmesa" and asked == ["egl"]
     monkeypatch.delenv("MUJOCO_GL"); assert check_gl() and "MUJOCO_GL" not in os.environ
 
+@pytest.mark.parametrize("driver,drawing,works,chosen", [(True, True, "", "egl"), (True, True, "no device", "osmesa"), (True, False, "", "osmesa"),
+                                                       (False, True, "", "osmesa")])
+def test_a_gpu_that_can_draw_is_drawn_on_and_the_users_word_wins(monkeypatch, tmp_path, driver, drawing, works, chosen):
+    find = lambda lib: lib if drawing or lib != "EGL_nvidia" else None
+    monkeypatch.setattr("clvla.envs.render.GPU", str(tmp_path if driver else tmp_path/"none"))
+    monkeypatch.setattr("clvla.envs.render._open_context", lambda gl: works)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    assert check_gl(find) == chosen and "MUJOCO_GL" not in os.environ
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    assert check_gl(find) == "osmesa"
+
+@pytest.mark.parametrize("index,environ,gpus", [(None, {}, ()), (1, {}, (1,)), (1, dict(CUDA_VISIBLE_DEVICES="4,6"), (6,)), (0, dict(CUDA_VISIBLE_DEVICES="GPU-8f2a"), ()),
+                                                (1, dict(MUJOCO_EGL_DEVICE_ID="0"), ())])
+def test_each_rank_draws_on_its_own_gpu(index, environ, gpus):
+    from clvla.envs.render import own_gpu
+    assert own_gpu(index, environ) == gpus
+
 def test_cameras_of_different_sizes_and_entries_that_nobody_reads():
     env = make_env({"kind": "dot", "name": "up", "cameras": {"front": 20, "wrist": None}}, image_size=8)
     assert {k: v.shape for k,v in env.reset(0).items() if "images" in k} == {IMAGE: (20, 20, 3), "observation.images.wrist": (8, 8, 3)}

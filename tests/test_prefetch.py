@@ -4,6 +4,7 @@ import numpy as np
 import pytest, torch
 from types import SimpleNamespace
 from clvla.cl.er import ER
+from clvla.cl.mir import MIR
 from clvla.core.names import ACTION, IMAGE, PROMPT, STATE
 from clvla.data.frames import write_store
 from clvla.data.loader import TaskData, TaskLoader
@@ -88,3 +89,38 @@ def test_a_family_gives_its_parts_rates_of_their_own():
     p = make_policy("tiny", 32, D=32); p.lr_of = lambda lr: {"eyes.": lr/10}
     rates = {g["name"]: g["peak"] for g in make_optimizer(p, TrainConfig(lr=1e-3, lr_of={"head.": 5e-4})).param_groups}
     assert rates == {"all/decay": 1e-3, "all/plain": 1e-3, "eyes./decay": 1e-4, "eyes./plain": 1e-4, "head./decay": 5e-4, "head./plain": 5e-4}
+
+
+# --- remembered frames
+
+def trained(stores, prefetch, make):
+    t = trainer(stores, prefetch)
+    t.algo = make()
+    return t
+
+@pytest.mark.parametrize("make", [lambda: ER(seed=0), lambda: ER(seed=0, sampling="rotating"), lambda: MIR(seed=0, candidates=6, top_k=2),
+                                  lambda: MIR(seed=0, candidates=6, top_k=2, refresh=2), lambda: ER(seed=0, store="values")])
+def test_remembered_frames_that_are_read_ahead_are_the_same(stores, make, monkeypatch):
+    whole = weights(fit(trained(stores, 0, make)))
+    now, main = [], threading.main_thread()
+    plain = TaskData.read_refs
+    monkeypatch.setattr(TaskData, "read_refs", lambda self, refs: now.append(threading.current_thread() is main) or plain(self, refs))
+    t = fit(trained(stores, 2, make))
+    assert same(weights(t), whole) and t.data._reader is None
+    assert sum(now) <= 2   # candidates and remembered samples of the second task's first step
+
+def test_what_is_read_ahead_changes_no_draw_and_no_state(stores):
+    a, b = (trained(stores, k, lambda: MIR(seed=0, candidates=6, top_k=2)) for k in (0, 2))
+    states = [[], []]
+    for t, kept in zip((a, b), states):
+        t.save_if_due = lambda t=t, kept=kept: kept.append(t.algo.state_dict())
+        fit(t)
+    assert repr(states[0]) == repr(states[1])
+
+def test_an_error_of_the_reading_thread_is_the_steps(stores):
+    data = TaskData(stores, Processor(compute_stats(stores)), 8)
+    refs = [("push", 3), ("pull", 4)]
+    data.prepare = lambda batch: (_ for _ in ()).throw(OSError("the disk is gone"))
+    data.expect([refs])
+    with pytest.raises(OSError, match="the disk is gone"): data.fetch_refs(refs)
+    data.forget(end=True)

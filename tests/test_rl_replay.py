@@ -347,3 +347,32 @@ def test_nothing_is_drawn_from_an_empty_ring_and_no_empty_batch():
     with pytest.raises(ValueError, match="the replay is empty"): small().sample(4)
     with pytest.raises(ValueError, match="the replay is empty"): small().sample(4, stratified=True)
     with pytest.raises(ValueError, match="at least one transition, found B=0"): filled({0: 5}).sample(0)
+
+
+# --- rings that grow
+def test_rings_grow_as_they_fill_and_draw_as_whole_ones(monkeypatch, tmp_path):
+    import clvla.rl.replay as module
+    monkeypatch.setattr(module, "FIRST", 3)
+    spec = dict(state=((3,), torch.float16)), dict(reward=((), torch.float32))
+    grows = Replay(40, *spec)
+    monkeypatch.setattr(module, "FIRST", 40)
+    whole, sizes = Replay(40, *spec), []
+    for k in range(9):   # 45 to 63 states: around the end of the ring, too
+        n = 5+k%3
+        episode = dict(state=torch.arange(3*n).view(n, 3)+100.*k), dict(start=range(n-1), next=range(1, n), reward=torch.full((n-1,), float(k)))
+        for replay in (grows, whole): replay.push(*episode, task=k%2)
+        sizes.append(len(grows.states["state"]))
+        a, b = grows.sample(8, stratified=True), whole.sample(8, stratified=True)
+        assert all(torch.equal(a[name], x) for name, x in b.items())
+    assert sizes[:4] == [6, 12, 24, 24] and sizes[-1] == 40
+    save_state(tmp_path/"r.safetensors", grows.state_dict())
+    monkeypatch.setattr(module, "FIRST", 3)
+    again = Replay(40, *spec)
+    again.load_state_dict(load_state(tmp_path/"r.safetensors"))
+    assert all(torch.equal(x, again.states[k]) for k, x in grows.states.items())
+
+def test_a_ring_beyond_the_memory_is_refused():
+    with pytest.raises(ValueError, match=r"a replay of 50000 states of 0.43 MB needs 32.2 GB, and cpu has 16 GB; lower capacity, to at most 248"):
+        from clvla.rl.replay import check_memory
+        check_memory(50_000, dict(x=((215_000,), torch.float16)), "cpu", 16)
+    with pytest.raises(ValueError, match="lower capacity"): Replay(10**9, dict(x=((215_000,), torch.float16)), {})

@@ -117,6 +117,7 @@ class CLContext:
     out:dict|None = None           # second result of the policy's forward
     loss:Tensor|None = None        # first result: the mean loss, without penalty
     penalty:Tensor|None = None     # what `compute_penalty` returned
+    reads_ahead:bool = False       # whether `data` may read ahead what will be drawn (`data.expect`), while the step is computed
     average:object = None          # average of the weights (`policies.ema.EMA`); None: the run keeps none
     def __post_init__(self): self.bind(Process())
 
@@ -187,6 +188,7 @@ def dealt(self:CLContext,
     dealt_before:int=0 # o in eq. 1, samples of the same batch that were dealt before
 ):               # this process's part of it
     "This process's share of a common list or batch (eq. 1)."
+    if self.world == 1: return dict(items) if isinstance(items, dict) else list(items)
     n = batch_size(items) if isinstance(items, dict) else len(items)
     mine = range((self.rank-dealt_before)%self.world, n, self.world)
     return take(items, mine) if isinstance(items, dict) else [items[j] for j in mine]
@@ -227,9 +229,15 @@ def total(self:CLContext, batch:dict)->int:
     return int(self.reduce(torch.tensor(n, device=self.device))) if self.world > 1 else n
 
 @patch
-def draw(self:CLContext, n:int, generator)->tuple:
-    "Noise and time for this process's rows of a batch of `n` samples; (None, None) where the head draws nothing."
-    return tuple(x if x is None else x[self.rank::self.world].to(self.device) for x in self.policy.draw(n, generator))
+def draw(self:CLContext,
+    n:int,      # samples of a batch, over all processes
+    generator,
+    times:int=1 # draws of the policy for each sample, one behind the other
+)->tuple:       # noise and time of this process's rows; (None, None) where the head draws nothing
+    "What a flow head draws for a batch, in one copy to the device."
+    draws = zip(*(self.policy.draw(n, generator) for _ in range(times)))
+    joined = [None if xs[0] is None else xs[0] if times == 1 else torch.cat(xs, 1) for xs in draws]
+    return tuple(x if x is None else x[self.rank::self.world].to(self.device, non_blocking=True) for x in joined)
 
 @patch
 def gathered(self:CLContext, values:Tensor, n:int)->Tensor:

@@ -6,6 +6,7 @@
 __all__ = ['UNITS', 'SIZES', 'quotas', 'n_bytes', 'bytes_of', 'slots', 'TaskBuffer', 'draw_positions', 'gather', 'Reservoir']
 
 # %% ../../nbs/cl/03_buffer.ipynb #1f9f1876
+import copy
 import numpy as np
 import torch
 from fastcore.basics import patch
@@ -175,8 +176,26 @@ def fetch(self:TaskBuffer,
 )->dict:        # a batch in that order
     "The samples that were drawn."
     if not drawn: return {}
-    if self.store == "refs": return data.fetch_refs([(task_id, int(self.frames[task_id][p])) for task_id,p in drawn])
+    if self.store == "refs": return data.fetch_refs(self.named(drawn))
     return gather(drawn, lambda task_id,pos: take(self.values[task_id], pos))
+
+@patch
+def named(self:TaskBuffer, drawn:list)->list:
+    "What was drawn as (task_id, frame number)."
+    return [(task_id, int(self.frames[task_id][p])) for task_id,p in drawn]
+
+# %% ../../nbs/cl/03_buffer.ipynb #2847408f
+@patch
+def expect(self:TaskBuffer,
+    ctx,      # its `data` reads ahead
+    sizes,    # samples of each of the next draws
+    dealt:int # samples of a batch that are dealt out before the remembered ones
+):
+    "Have the frames read ahead that the next draws will give; draws nothing itself."
+    if self.store != "refs": return
+    twin = copy.copy(self)
+    twin.rng = copy.deepcopy(self.rng)
+    ctx.data.expect([ctx.dealt(self.named(twin.draw(n)), dealt) for n in sizes], ctx.device)
 
 # %% ../../nbs/cl/03_buffer.ipynb #a9d50922
 SIZES = "frame_bytes","more_bytes","row_bytes"

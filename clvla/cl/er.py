@@ -42,12 +42,15 @@ class ER(CLAlgorithm):
         self.zero3 = self.zero3 and selection in BLIND   # the others ask the policy, which needs whole weights
 
     def modify_batch(self, batch, ctx):
-        n_old = self.n_drawn(ctx.batch_size)
+        n_old,dealt = self.n_drawn(ctx.batch_size),ctx._n_dealt
         drawn = self.choose(n_old, ctx) if n_old else []   # (task id, position in the task's memory) pairs
         self.replayed.update(task_id for task_id,_ in drawn)
-        return ctx.mix(batch, drawn, self.buf.fetch)   # fetches what was drawn and appends it to the batch
+        batch = ctx.mix(batch, drawn, self.buf.fetch)   # fetches what was drawn and appends it to the batch
+        if ctx.reads_ahead and drawn: self.buf.expect(ctx, self.next_draws(n_old), dealt)
+        return batch
 
     def choose(self, n, ctx): return self.buf.draw(n)   # a subclass can choose better: page cl/mir
+    def next_draws(self, n): return n,                  # samples of the next step's draws, in order
     def n_old(self, B): return round(B*self.replay_ratio) if self.append else n_replay(B, self.replay_ratio)
     def n_drawn(self, B): return self.n_old(B) if len(self.buf) else 0   # nothing in the first task
     def n_task_samples(self, B): return B if self.append else B - self.n_drawn(B)

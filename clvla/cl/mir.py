@@ -98,13 +98,19 @@ class MIR(ER):
         if scored: self.score(ctx)
         return self.pick(n, scored)
 
+    def next_draws(self, n):
+        "Those of ER; of a scored step the candidates, and what is drawn beside the best of them."
+        C = min(self.candidates, len(self.buf))
+        if (self.step+2)%self.refresh == 0: return C,0 if self.between == "cache" else n-min(self.top_k, C, n)
+        return () if self.between == "cache" and self.cache else (n,)
+
 # %% ../../nbs/cl/09_mir.ipynb #761359a4
 @patch
 def score(self:MIR, ctx):
     "Draw candidates, score them, keep the `top_k` that would suffer most."
     drawn = self.buf.draw(min(self.candidates, len(self.buf)))
     candidates = to_device(self.buf.fetch(drawn, ctx.data), ctx.device)
-    s = interference(ctx, ctx.task_batch, candidates, self.generator, self.n_draws)
+    s = interference(ctx, ctx.task_batch, candidates, self.generator, self.n_draws).cpu()   # one copy, read three times
     best = s.topk(min(self.top_k, len(drawn))).indices.tolist()
     self.cache = [drawn[i] for i in best]
     self.n_refresh += 1

@@ -64,12 +64,46 @@ def fetch(self:TaskData,
 def fetch_refs(self:TaskData,
     refs:list # of (task id, frame number), of any tasks in any order
 )->dict:      # a processed batch in that order
-    "The samples that the references name."
+    "The samples that the references name; those that were read ahead, where all of them were."
     if not refs: return {}
+    expected = self._expected
+    for known,read in expected:
+        if known == refs: return dict(read.result())
+    rows = dict(zip([ref for known,_ in expected for ref in known], range(sum(len(known) for known,_ in expected))))
+    if not all(ref in rows for ref in refs): return self.read_refs(refs)
+    return take(cat(*(read.result() for _,read in expected)), [rows[ref] for ref in refs])
+
+@patch
+def read_refs(self:TaskData, refs:list)->dict:
+    "The samples that the references name, read now."
     rows = {}
     for row,(task_id,_) in enumerate(refs): rows.setdefault(task_id, []).append(row)
     batch = cat(*(self.fetch(k, [refs[r][1] for r in of]) for k,of in rows.items()))
     return batch if len(rows) == 1 else take(batch, np.argsort([r for of in rows.values() for r in of]))
+
+TaskData._expected,TaskData._reader = (),None   # lists of references with what was read of them; the thread
+
+# %% ../../nbs/data/03_loader.ipynb #b5e10a02
+@patch
+def expect(self:TaskData,
+    draws:list,  # lists of (task id, frame number), each as it will probably be asked for
+    device="cpu" # that they will be needed on
+):
+    "A thread reads them ahead; what was expected before is dropped."
+    self.forget()
+    if self._reader is None: self._reader = ThreadPoolExecutor(1, "clvla-replay")
+    gpu = torch.device(device).type == "cuda"
+    pinned = lambda batch: {k: v.pin_memory() if gpu and torch.is_tensor(v) else v for k,v in batch.items()}
+    self._expected = [(list(refs), self._reader.submit(lambda refs=refs: pinned(self.read_refs(refs)))) for refs in draws if refs]
+
+@patch
+def forget(self:TaskData, end:bool=False):
+    "Drop what was read ahead; `end` also ends the thread."
+    for _,read in self._expected: read.cancel()
+    self._expected = ()
+    if end and self._reader is not None:
+        self._reader.shutdown(cancel_futures=True)
+        self._reader = None
 
 # %% ../../nbs/data/03_loader.ipynb #ce557c32
 class TaskLoader:
@@ -97,6 +131,7 @@ class TaskLoader:
     def close(self):
         "Drop the batches that were prepared ahead, and end their thread."
         self._ahead.clear()
+        self.data.forget(end=True)
         if self._thread is not None: self._thread.shutdown(cancel_futures=True)
         self._thread = None
 

@@ -12,7 +12,7 @@ import os, re, torch
 from pathlib import Path
 from ..core.config import entries
 from ..core.files import read_json, sha256 as file_sha256, write_json
-from ..core.state import read_tensors, write_tensors
+from ..core.state import own_copy, read_tensors, write_tensors
 from .base import Policy
 
 # %% ../../nbs/policies/03_weights.ipynb #d8b3a471
@@ -41,7 +41,7 @@ def write_weights(
     path          # safetensors file
 )->Path:
     "Write tensors as they are, from whatever device, atomically."
-    return write_tensors(path, {k: v.detach().cpu().contiguous().clone() for k,v in weights.items()})
+    return write_tensors(path, {k: own_copy(v) for k,v in weights.items()})
 
 def read_weights(
     path   # safetensors file, or a folder that holds weights.safetensors

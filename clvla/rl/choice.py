@@ -15,7 +15,7 @@ from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
 from .actor import Value
-from .best_of_n import critic_state, planned
+from .best_of_n import AGREE, critic_state, planned
 from .grpo import GRPO
 from .noise_actor import DrawScore
 from .ppo import PPO, clip_loss, ratio_metrics
@@ -84,9 +84,9 @@ class ChoicePolicy(FrozenPolicy):
     @torch.no_grad()
     def look(self, obs:dict, noise:Tensor)->tuple:
         "Standardised state (B,X) and draws (B,N,H,A), from one pass of the frozen policy; noise (B,N,H,A)."
-        ctx = self.vla.encode(obs, tokens=self.reads == "tokens")
+        ctx = self.seen(obs, tokens=self.reads == "tokens")
         x = critic_state(ctx, obs[STATE], self.reads)
-        return (x-self.mean)*self.scale,self.vla.head.sample(ctx, noise)
+        return (x-self.mean)*self.scale,self.drawn(ctx, noise)
 
     @torch.no_grad()
     def predict_chunk(self, obs:dict, *, n:int=1, noise=None, generator=None)->Tensor:
@@ -147,7 +147,7 @@ def make_policy(self:ChoicePPO)->ChoicePolicy:
     actor = dict(X=X, C=base.H, A=base.A, hidden=self.hidden, zero=True)
     with first_weights(self.seed, "practice", "choice"):
         policy = ChoicePolicy(ctx.cfg.model, dict(base.config), self.reads, actor, self.N, **sizes_of(base))
-    policy.vla.load_state_dict(base.state_dict())
+    policy.take_frozen(base)
     return policy.to(ctx.device)
 
 @patch
@@ -165,7 +165,7 @@ def states(self:ChoicePPO, e)->dict:
     noise = self.noise_of(e)[rows][:,:self.N].to(self.ctx.device)
     x,draws = self.policy.eval().look(obs, noise)
     as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(self.policy.H)
-    return dict(x=x, draws=draws, chosen=torch.tensor([planned(u, a) for u,a in zip(as_played, action)]))
+    return dict(x=x, draws=draws, chosen=torch.tensor([planned(u, a, AGREE[self.policy.vla.precision]) for u,a in zip(as_played, action)]))
 
 # %% ../../nbs/rl/29_choice.ipynb #c250001b
 @patch

@@ -15,13 +15,15 @@ from ..core.progress import emit
 from ..core.seeds import seed_of
 from ..core.trials import trial_number
 from ..data.loader import TaskData
+from ..envs.render import own_gpu
 from ..policies.all import load_policy
+from ..policies.base import use_tf32
 from ..policies.weights import load_weights, read_base, save_base, save_policy, stored_weights
 from .all import make_method
 from .along import check_along, make_cl, stages_of
 from .config import PracticeConfig, base_config, resolve_practice
 from .episodes import Recorder, load_episodes, save_episodes
-from .faults import check_round, check_unchanged, frozen_hash
+from .faults import check_round, check_unchanged, frozen_hash, frozen_sums
 from .method import PracticeContext
 from .placement import placed, placement_of
 from .rollout import Ahead, copy_of, gathered, run_alone, send_acting
@@ -79,11 +81,12 @@ class Practice(OnStream):
     ):
         self.cfg,self.stream = cfg,check_practice(cfg)
         self.acc,self.evaluator = make_accelerator(cfg),None
+        use_tf32(False)   # actors and critics learn in float32; the policy's calls switch it on
         self.method,self.cl = make_method(cfg.algo, cfg.seed, **cfg.algo_kw),make_cl(cfg)
         self.t,self.step,self.rounds = 0,None,[]   # SHA-256 of the file of each round that was played
         where = placement_of(cfg, self.acc.process_index, self.acc.num_processes)
         self.device,self.rollout = (where.train, where.rollout) if where else (self.acc.device, self.acc.device)
-        self.pool = dict(render_gpus=where.render) if where else {}
+        self.pool = dict(render_gpus=where.render if where else own_gpu(self.acc.local_process_index if self.acc.device.type == "cuda" else None))
         self.trains = self.acc.process_index == 0 or self.method.together
         self.ahead = self.ahead_weights = None     # the round that is played meanwhile; of a checkpoint: what played it
 
@@ -112,6 +115,7 @@ def build(self:Practice,
     say = shell.say if cfg.init_from else lambda line: None   # the base's run has said it
     with shell.cost.measure("demonstrations"): stores = prepare(self.stream, base_config(cfg), say)
     policy,self.processor = load_policy(self.base).to(self.device),processor_of(self.base)
+    policy.set_precision(cfg.precision)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
     self.demo_actions = {i: store.action for i,store in stores.items()}
     self.method.prepare(PracticeContext(cfg=cfg, tasks=self.stream.tasks, policy=policy, processor=self.processor,
@@ -130,7 +134,7 @@ def load_or_store(self:Practice, checkpoint):
         known = read_base(checkpoint)["sha256"] if checkpoint else None
         save_base(policy, Path(self.cfg.data_dir)/"weights", known, self.shell.say)
     if checkpoint is not None: load_weights(policy, checkpoint)
-    self.frozen = frozen_hash(policy)
+    self.frozen,self.sums = frozen_hash(policy),frozen_sums(policy)
 
 @patch
 def find_base(self:Practice)->Path:
@@ -156,7 +160,7 @@ def fit(self:Practice, stage:Stage):
             method.start()
     if self.ahead_weights is not None: self.play_ahead(stage, self.n_played(stage), self.ahead_weights)
     with one_thread() if self.cfg.overlap else nullcontext(): self.rounds_of(stage)
-    check_unchanged(method.policy, self.frozen)
+    if stage.t+1 == len(self.stages): check_unchanged(method.policy, self.frozen)
     if self.trains: method.finish()
     self.t,self.step = stage.t+1,None
 
@@ -200,7 +204,7 @@ def play_round(self:Practice, stage:Stage):
     "Get the attempts of the next round, store them, and give them to the method."
     cfg,shell,method,r = self.cfg,self.shell,self.method,self.n_played(stage)
     with shell.cost.measure("practice"): episodes = gathered(self.acc, self.round_file(0).parent, self.attempts(stage, r))
-    check_unchanged(method.policy, self.frozen)
+    check_unchanged(method.policy, self.sums, frozen_sums)
     check_round(episodes, self.demo_actions, shell.say)
     path = self.round_file(len(self.rounds))
     with all_write(self.acc):

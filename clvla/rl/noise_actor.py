@@ -15,7 +15,7 @@ from ..cl.base import check_count, check_number
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from .actor import check_chunks, mlp
-from .best_of_n import BestOfNMethod, critic_state, planned
+from .best_of_n import AGREE, BestOfNMethod, critic_state, planned
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
 from .replay import Replay
 from .token_method import TokenMethod
@@ -177,7 +177,7 @@ class NoisePolicy(FrozenPolicy):
     @torch.no_grad()
     def look(self, obs:dict)->tuple:
         "Context of the frozen policy and state (B,X), as it is."
-        ctx = self.vla.encode(obs, tokens=self.reads == "tokens")
+        ctx = self.seen(obs, tokens=self.reads == "tokens")
         return ctx,critic_state(ctx, obs[STATE], self.reads)
 
     @torch.no_grad()
@@ -186,7 +186,7 @@ class NoisePolicy(FrozenPolicy):
         if n != 1: raise ValueError(f"a NoisePolicy gives one chunk for an observation, asked for {n}")
         if noise is None: noise = torch.stack([self.chunk_noise(generator) for _ in range(len(obs[STATE]))])
         ctx,x = self.look(obs)
-        return self.vla.head.sample(ctx, self.actor.noise(self.standard(x), noise.to(x)))
+        return self.drawn(ctx, self.actor.noise(self.standard(x), noise.to(x)))
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c190001e
 class DSRL(BestOfNMethod):
@@ -234,7 +234,7 @@ def make_policy(self:DSRL)->NoisePolicy:
                              net|dict(hidden=self.actor_hidden, bound=self.bound),
                              net|dict(hidden=self.hidden, members=self.members), net|dict(hidden=self.hidden),
                              **sizes_of(base))
-    policy.vla.load_state_dict(base.state_dict())
+    policy.take_frozen(base)
     return policy.to(ctx.device)
 
 @patch
@@ -264,9 +264,9 @@ def states(self:DSRL, e)->dict:
     mean,std = policy.actor(policy.standard(x))
     half = self.noises//2
     noise = torch.cat([eps[:,:half], mean[:,None]+std[:,None]*eps[:,half:]], 1)
-    draws = policy.vla.head.sample(ctx, torch.cat([own[:,None], noise], 1))
+    draws = policy.drawn(ctx, torch.cat([own[:,None], noise], 1))
     played,action = self.ctx.processor.unnormalise(draws[:-1,:1].cpu()),torch.from_numpy(e.action).split(H)
-    for chunk,steps in zip(played, action): planned(chunk, steps)
+    for chunk,steps in zip(played, action): planned(chunk, steps, AGREE[policy.vla.precision])
     return dict(x=x, plans=draws[:-1,0], noise=noise, draws=draws[:,1:])
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c1900022

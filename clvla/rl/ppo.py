@@ -147,7 +147,8 @@ def update(self:OnPolicy, rollout:dict)->dict:   # metrics, as numbers
     for _ in range(self.epochs):   # a stop leaves out steps and no draw: the next update's order is the same
         for index in torch.randperm(len(rows["logp_old"]), generator=self.generator).split(self.minibatch):
             if not taken: break
-            step_info,taken = self.step({k: v[index.to(v.device)] for k,v in rows.items()})
+            there = {d: index.to(d, non_blocking=True) for d in {v.device for v in rows.values()}}   # one copy, not one for each entry
+            step_info,taken = self.step({k: v[there[v.device]] for k,v in rows.items()})
             infos.append(step_info)
     self.n_updates += 1
     n_steps = len(infos)-(not taken)

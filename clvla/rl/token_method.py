@@ -121,7 +121,7 @@ def make_policy(self:TokenMethod)->TokenPolicy:
         actor = dict(X=W+S, C=C, A=base.A, hidden=self.hidden, std=self.std, ref_dropout=self.ref_dropout)
         sizes = sizes_of(base) | dict(H=C) | (dict(tuned=True) if self.tuned else {})
         policy = TokenPolicy(ctx.cfg.model, dict(base.config), token, token_config, actor, **sizes)
-    policy.vla.load_state_dict(base.state_dict())
+    policy.take_frozen(base)
     return policy.to(ctx.device)
 
 @patch
@@ -138,7 +138,8 @@ def demo_batches(self:TokenMethod, most:int=1024)->list:
 @torch.no_grad()
 def tokens_of(self:TokenMethod, batch:dict)->tuple:
     "Tokens (B,L,D) that the encoder reads of observations, and their mask (B,L)."
-    return self.policy.codec.rows(self.policy.vla.eval().encode(to_device(batch, self.ctx.device), tokens=True))
+    self.policy.vla.eval()
+    return self.policy.codec.rows(self.policy.seen(to_device(batch, self.ctx.device), tokens=True))
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300019
 def kept_token(cfg)->Path|None:

@@ -6,6 +6,7 @@
 __all__ = ['SIZES', 'has_head', 'check_base', 'sizes_of', 'FrozenPolicy', 'TokenPolicy']
 
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200002
+from dataclasses import replace
 import torch
 from fastcore.basics import patch
 from torch import Tensor
@@ -62,6 +63,21 @@ class FrozenPolicy(Policy):
     def prompt_ids(self, text:str): return self.vla.prompt_ids(text)
     def prepare(self, batch:dict)->dict: return self.vla.prepare(batch)
     def encode(self, obs:dict, tokens:bool=False): return self.vla.encode(obs, tokens)
+    def set_precision(self, precision:str): self.vla.set_precision(precision)   # what learns beside it stays in float32
+
+    def seen(self, obs:dict, tokens:bool=False):
+        "The frozen policy's `Context`, in the precision of its calls."
+        with self.vla.computing(): ctx = self.vla.encode(obs, tokens)
+        return replace(ctx, pooled=ctx.pooled.float(), tokens=None if ctx.tokens is None else ctx.tokens.float())
+
+    def drawn(self, ctx, noise)->Tensor:
+        "Chunks of its head, in the precision of its calls."
+        with self.vla.computing(): return self.vla.head.sample(ctx, noise).float()
+
+    def take_frozen(self, base:Policy):
+        "Take weights and precision of a policy."
+        self.vla.load_state_dict(base.state_dict())
+        self.set_precision(base.precision)
 
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200005
 class TokenPolicy(FrozenPolicy):
@@ -100,6 +116,6 @@ def look(self:TokenPolicy,
 )->tuple:
     "State x (B,X), which is the token beside the robot's own state, and the reference chunk (B,C,A)."
     with torch.no_grad():
-        ctx = self.vla.encode(obs, tokens=True)
-        ref = self.vla.head.sample(ctx, noise if self.vla.needs_noise else None)
+        ctx = self.seen(obs, tokens=True)
+        ref = self.drawn(ctx, noise if self.vla.needs_noise else None)
         return torch.cat([self.codec.encode(*self.codec.rows(ctx)), obs[STATE]], 1),ref[:,:self.H]

@@ -49,7 +49,7 @@ def loss(self:TokenTuner,
 )->tuple:          # eq. 1, and its parts
     "The loss of encoder and policy on stored pictures."
     codec = self.policy.codec
-    with torch.set_grad_enabled(bool(self.vla)): tokens,mask = codec.rows(self.policy.vla.encode(obs, tokens=True))
+    with torch.set_grad_enabled(bool(self.vla)): tokens,mask = codec.rows(self.policy.seen(obs, tokens=True))
     token = codec.encode(tokens, mask)
     q1,q2 = critic(torch.cat([token, own], 1), action)
     td = ((q1-target)**2).mean() + ((q2-target)**2).mean()
@@ -65,7 +65,7 @@ def own_loss(self:TokenTuner, demos:dict)->Tensor:
     vla = self.policy.vla
     device = demos[STATE].device
     noise,time = (x if x is None else x.to(device) for x in vla.draw(len(demos[STATE]), self.generator))
-    return vla(demos, noise=noise, time=time)[0]
+    with vla.computing(): return vla(demos, noise=noise, time=time)[0].float()
 
 # %% ../../nbs/rl/28_tuning.ipynb #c2704007
 @patch

@@ -40,7 +40,7 @@ class RunConfig:
     timeout:float = 30.         # minutes that processes wait for one another before the run ends with a message
     detached:bool = False       # the run outlives the page that started it
     device:str = "auto"         # auto, cpu or cuda
-    precision:str = "no"        # no (float32), bf16, or fp16 on a GPU
+    precision:str = "no"        # no (float32), bf16, or on a GPU tf32 or fp16; of training and of policy calls
     threads:int = 0             # torch threads of each training process; 0: two where there is one process, else one
     save_every:int = 0          # updates between two checkpoints inside a task, 0 = none
     save_minutes:float = 10.    # minutes between two checkpoints inside a task, 0 = none
@@ -55,7 +55,7 @@ class RunConfig:
             "keep_tasks", "gpus")
     POSITIVE = ("num_processes", "timeout", "keep")
     NOT_NEGATIVE = ("seed", "threads", "save_every", "save_minutes")
-    CHOICES = dict(device=("auto", "cpu", "cuda"), precision=("no", "bf16", "fp16"),
+    CHOICES = dict(device=("auto", "cpu", "cuda"), precision=("no", "bf16", "fp16", "tf32"),
                    strategy=("ddp", "zero1", "zero2", "zero3"))
 
     @classmethod
@@ -313,8 +313,8 @@ def check_machine(
     if cfg.gpus: gpus = chosen_gpus(cfg, gpus)
     if cfg.device == "cuda" and not gpus:
         raise ValueError("device is 'cuda', and torch finds no GPU here; set it to 'auto' or 'cpu'")
-    if cfg.precision == "fp16" and not gpus:
-        raise ValueError("precision 'fp16' needs a GPU, and this run trains on the CPU, where it would be float32 without "
+    if cfg.precision in ("fp16", "tf32") and not gpus:
+        raise ValueError(f"precision {cfg.precision!r} needs a GPU, and this run trains on the CPU, where it would be float32 without "
                          "a word; set precision to 'no' or 'bf16'")
     cores = cores or os.cpu_count() or 1
     if gpus and n > gpus:

@@ -41,6 +41,7 @@ def load_point(
     t = read_json(path/"position.json")["t"]
     algo = run.eval_algo()
     policy = load_policy(path, prepare=lambda policy: prepare_stages(algo, policy, t, stream)).to(device)
+    policy.set_precision(run.precision)   # as in the run's own evaluation
     if (path/"algo.safetensors").exists(): state = load_state(path/"algo.safetensors")
     else: state = load_state(path/"state.safetensors")["algo"]   # checkpoints of older versions
     algo.load_state_dict(state)

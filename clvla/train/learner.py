@@ -17,6 +17,7 @@ from ..core.trust import claim, code_of
 from ..data.loader import TaskData
 from ..data.streams import stream_json
 from ..envs.all import kind_of
+from ..envs.render import own_gpu
 from ..eval.metrics import JOINT, from_records, to_json
 from ..policies.all import build_policy
 from ..policies.lora import trainable_report
@@ -97,7 +98,8 @@ def build(self:Imitation,
         last_begun = read_json(checkpoint/"position.json")["t"]
         self.trainer.prepare(last_begun)   # adds adapters and heads; makes no engine yet
         load_weights(policy, checkpoint)
-    self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, algo, self.full_policy)
+    self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, algo, self.full_policy,
+                               render_gpus=own_gpu(self.acc.local_process_index if self.acc.device.type == "cuda" else None))
     self.trainer.save_if_due,self.trainer.on_bad = shell.save_if_due,shell.run.bad_update
     self.trainer.curve = lambda t, name, step: self.evaluate(t, step)
     if cfg.patience: self.looks = begin_looks(shell.run.path/"looks", shell.rank, checkpoint)
@@ -168,7 +170,9 @@ def make_policy(self:Imitation, checkpoint:Path|None):
 def new_policy(self:Imitation):
     "The policy with the weights that the run starts from."
     data = self.data
-    return build_policy(self.cfg, data.state_dim, data.action_dim, data.pixels, data.n_actions)
+    policy = build_policy(self.cfg, data.state_dim, data.action_dim, data.pixels, data.n_actions)
+    policy.set_precision(self.cfg.precision)
+    return policy
 
 @patch
 def full_policy(self:Imitation):

@@ -18,7 +18,7 @@ from ..cl.base import CLContext, call_hook, scope_ids
 from ..cl.engine import Engine, Loop, cl_step
 from ..data.loader import TaskLoader
 from ..eval.metrics import JOINT
-from ..policies.base import param_groups
+from ..policies.base import param_groups, use_tf32
 from ..policies.ema import EMA
 from ..run.config import device_of
 from .config import TrainConfig
@@ -57,7 +57,8 @@ def make_accelerator(
     # one run after another, in other precisions
     if int(os.environ.get("WORLD_SIZE", 1)) == 1: AcceleratorState._reset_state(True)
     wait = InitProcessGroupKwargs(timeout=timedelta(minutes=cfg.timeout))
-    return Accelerator(cpu=device_of(cfg.device) == "cpu", mixed_precision=cfg.precision,
+    use_tf32(cfg.precision == "tf32")
+    return Accelerator(cpu=device_of(cfg.device) == "cpu", mixed_precision="no" if cfg.precision == "tf32" else cfg.precision,
                        kwargs_handlers=[wait])
 
 def make_engine(
@@ -190,6 +191,7 @@ def fit(self:Trainer,
         call_hook(algo, "on_task_start", self.ctx)
     ctx,first,t0 = self.ctx,self.ctx.step,time.monotonic()
     ctx.n_steps = n_steps
+    ctx.reads_ahead = cfg.prefetch > 0
     before,total = self.schedule_of(t, n_steps)
     self.policy.train()
     while not self.is_over(n_steps):

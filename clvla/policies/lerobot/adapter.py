@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ...core.names import ACTION, IMAGE, IMAGES, PAD, STATE, at_place, closest, require
-from ..base import Context, Policy, check_action, check_obs, chunks_noise
+from ..base import Context, Policy, check_action, check_obs, chunks_noise, in_precision
 from ..heads import masked_mean, refuse_noise
 from ..vlm.trunk import camera_keys, tile
 from ..weights import fill, read_weights
@@ -172,6 +172,7 @@ class ACT(LeRobot):
         return (loss.mean() if reduction == "mean" else loss),dict(pred=pred, pooled=ctx.pooled)
 
     @torch.no_grad()
+    @in_precision
     def predict_chunk(self, obs, *, n=1, noise=None, generator=None):
         chunks_noise(self, len(obs[STATE]), n, noise, generator)
         return self.answer(obs)[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ...core.names import ACTION, PAD, PROMPT, STATE, require
-from ..base import Context, check_action, chunks_noise
+from ..base import Context, check_action, chunks_noise, in_precision
 from ..heads import masked_mean
 from .adapter import ACT, LeRobot
 from .smolvla import ExpertNoise, set_to
@@ -80,6 +80,7 @@ class Denoising(LeRobot):
         return (loss.mean() if reduction == "mean" else loss),dict(pred=pred, pooled=seen.float())
 
     @torch.no_grad()
+    @in_precision
     def predict_chunk(self, obs, *, n=1, noise=None, generator=None):
         noise = chunks_noise(self, len(obs[STATE]), n, noise, generator).to(obs[STATE].device)
         seen,scheduler = self.see(self.inputs(obs)).repeat_interleave(n, 0),self.denoiser.noise_scheduler

@@ -16,7 +16,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ...core.names import ACTION, IMAGES, PAD, PROMPT, STATE, at_place, require
-from ..base import Context, check_action, chunks_noise
+from ..base import Context, check_action, chunks_noise, in_precision
 from ..heads import beta_time, masked_mean
 from .adapter import LeRobot, check_options, watching
 from ..vlm.pretrained import Stock, check_settings, open_folder, quiet
@@ -267,6 +267,7 @@ def forward(self:SmolVLA, batch, *, noise=None, time=None, reduction="mean"):
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00027
 @patch
 @torch.no_grad()
+@in_precision
 def predict_chunk(self:SmolVLA, obs, *, n=1, noise=None, generator=None):
     "Chunks (B,H,A), or (B,n,H,A) from one run of the language model."
     from lerobot.policies.common.flow_matching import euler_integrate

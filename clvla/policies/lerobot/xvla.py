@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from ...core.names import ACTION, IMAGES, PAD, PROMPT, STATE, require
-from ..base import Context, check_action, chunks_noise
+from ..base import Context, check_action, chunks_noise, in_precision
 from ..heads import masked_mean
 from .adapter import ACT, LeRobot
 from .denoising import Phrase, held, tiny_clip_tokenizer
@@ -116,6 +116,7 @@ def forward(self:TinyXVLA, batch, *, noise=None, time=None, reduction="mean"):
 
 @patch
 @torch.no_grad()
+@in_precision
 def predict_chunk(self:TinyXVLA, obs, *, n=1, noise=None, generator=None):
     "Chunks (B,H,A), or (B,n,H,A) from one run of Florence-2."
     noise = chunks_noise(self, len(obs[STATE]), n, noise, generator).to(obs[STATE].device)

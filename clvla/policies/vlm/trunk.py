@@ -243,20 +243,20 @@ def normalise(
     mean, std      # of each colour, in units of the largest byte
 )->Tensor:         # (B,3,h,h) float32
     "Pictures with a mean and a deviation that the model was published with."
-    of = lambda x: torch.tensor(x, device=images.device).view(3, 1, 1)
+    of = lambda x: torch.tensor(x).view(3, 1, 1).to(images.device, non_blocking=True)
     return (images.float()/255 - of(mean))/of(std)
 
 @patch
 def prepare(self:VLM, batch:dict)->dict:
-    "The batch with its pictures as the model reads them, made in the loader's thread."
+    "The batch; for a policy on the CPU with its pictures as the model reads them, made in the loader's thread."
     check_obs(batch, self.pixels, self.config["state_dim"])
+    if next(self.parameters()).device.type != "cpu": return batch   # a GPU gets the bytes, and reads them itself
     return batch | {PATCHES+k: self.picture(batch[k]) for k in self.pixels}
 
 @patch
 def prepared(self:VLM, obs:dict)->list:
-    "The prepared pictures of each camera."
-    if PATCHES+next(iter(self.pixels)) not in obs: obs = self.prepare(obs)
-    return [obs[PATCHES+k] for k in self.pixels]
+    "The pictures of each camera as the model reads them."
+    return [obs[PATCHES+k] if PATCHES+k in obs else self.picture(obs[k]) for k in self.pixels]
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a0001b
 CHAT_ROOM = 64 # tokens that the chat and a short instruction need
