@@ -171,7 +171,17 @@ def put(name, f): return lambda path: column(path, ROWS, name, f(values(path, na
 
 
 N = 5+6+7+8
+def uncounted(*order):
+    "Rows in that order, without the column `index`."
+    def f(path):
+        change(path, ROWS, lambda t: t.take([*order]).drop_columns("index"))
+        info(path, features={k: v for k, v in read_json(path/"meta/info.json")["features"].items() if k != "index"})
+    return f
+
+
 ROW_FAULTS = dict(
+    uncounted_swapped=(uncounted(1, 0, *range(2, N)), "its rows stand in another order"), uncounted_missing=(uncounted(0, 1, *range(3, N)), "some of its rows are missing"),
+    uncounted_last=(uncounted(*range(4), *range(5, N)), "total_frames 26, found 25"),
     backwards=(take(*range(N-1, -1, -1)), "another order"), swapped=(take(1, 0, *range(2, N)), "another order"),
     missing=(take(*range(6), *range(9, N)), "missing"), doubled=(take(*range(5), *range(5), *range(5, N)), "stand twice"),
     first_missing=(take(*range(1, N)), "missing"), last_missing=(take(*range(N-1)), "total_frames"), gone=(take(*range(18)), "total_episodes"),
@@ -232,7 +242,7 @@ def test_many_files_stand_in_the_order_of_their_numbers(data):
 
 META_FAULTS = dict(
     fps_text=(lambda p: info(p, fps="10"), "'fps'"), fps_zero=(lambda p: info(p, fps=0), "'fps'"), fps_other=(lambda p: info(p, fps=60), "'fps'"),
-    tasks=(lambda p: info(p, total_tasks=9), "total_tasks 9, found 3"), frames=(lambda p: info(p, total_frames=N+1), "total_frames"),
+    tasks=(lambda p: info(p, total_tasks=9), "total_tasks 9, found 3"), frames=(lambda p: info(p, total_frames=N+1), "total_frames 27, found 26"),
     episodes=(lambda p: info(p, total_episodes=None), "total_episodes None, found 4"), no_episodes=(lambda p: shutil.rmtree(p/"meta/episodes"), "no meta/episodes"),
     length=(lambda p: column(p, META, "length", [5, 6, 8, 7]), "length 8, found 7"), start=(lambda p: column(p, META, "dataset_from_index", [0, 5, 10, 18]), "dataset_from_index 10"),
     fewer=(lambda p: change(p, META, lambda t: t.slice(0, 3)), "episodes .0, 1, 2., data/ has 0..3"), said=(lambda p: column(p, META, "tasks", [["Wave"]]*4), "tasks"),

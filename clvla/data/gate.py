@@ -200,11 +200,12 @@ def read_film(file)->Film:
     with reading(regular(file)), av.open(str(file), format="mp4") as f:
         if not f.streams.video: raise ValueError("it holds no video")
         s = f.streams.video[0]
-        c,length = s.codec_context,s.duration or 0
-        if not s.average_rate or not s.frames or not length: raise ValueError("it holds no pictures")
-        end,rate = float(((s.start_time or 0)+length)*s.time_base),float(s.average_rate)
+        if not s.average_rate or not s.frames or not s.duration: raise ValueError("it holds no pictures")
+        c = s.codec_context
+        ticks = (s.start_time or 0)+s.duration
+        end,rate = float(ticks*s.time_base),float(s.average_rate)
         film = Film(Path(file), rate, end, (c.height, c.width), c.format.name, c.name)
-        f.seek((s.start_time or 0)+length-1, stream=s)   # to the last key picture, and from there to the end
+        f.seek(ticks-1, stream=s)   # to the last key picture, and from there to the end
         last = [p for p in f.demux(s) if p.size]
         seen = max((float((p.pts+(p.duration or 0))*s.time_base) for p in last if p.pts is not None), default=0.)
         if any(p.is_corrupt for p in last) or seen < end-1.5/rate: raise ValueError("it was cut off")
