@@ -177,7 +177,7 @@ def task(path, **kw): return dict(data=str(path), **kw)
 RIGHT,LEFT = dict(kind="dot", name="right", max_steps=20),dict(kind="dot", name="left", max_steps=20)
 
 def config(root, path, suite, **kw):
-    small = dict(algo="er", steps_per_task=3, n_trials=2, rows_per_task=1, n_workers=1, batch_size=8, warmup=1, image_size=32, device="cpu", chunk=4)
+    small = dict(algo="er", steps_per_task=3, n_trials=2, rows_per_task=1, n_workers=1, batch_size=8, warmup=1, image_size=32, device="cpu", chunk=4, threads=1)
     return resolve(TrainConfig(suite=suite, run_dir=str(path), data_dir=str(root/"data"), **(small | kw)))
 
 def test_data_sets_are_tried_and_tried_again_under_the_same_names(east, tmp_path):

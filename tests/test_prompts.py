@@ -107,7 +107,7 @@ def sets(tmp_path_factory):
 def test_joined_titles_are_not_what_is_read(sets, tmp_path, kw):
     lines = []
     cfg = resolve(TrainConfig(suite=[str(sets/"set0"), str(sets/"set1")], partition="by_dataset", run_dir=str(tmp_path/"run"), data_dir=str(sets/"data"), evaluate="none",
-                              algo="er", steps_per_task=2, batch_size=8, image_size=32, n_workers=1, device="cpu", chunk=4, **kw))
+                              algo="er", steps_per_task=2, batch_size=8, image_size=32, n_workers=1, device="cpu", chunk=4, threads=1, **kw))
     train_cl(cfg, say=lines.append)
     shared = [line for line in lines if "is the instruction of set0, set1" in line]
     assert len(shared) == (0 if kw else 1) and not any(" / " in line for line in lines)

@@ -132,7 +132,9 @@ def check_mixture(
     lines,parts = [],list(parts.values())
     for part in parts[1:]:
         for word,what,x,y in differences(facts(parts[0]), facts(part)):
-            found = f"{parts[0]['path']} and {part['path']} differ in {what}: {x} and {y}"
+            a,b = parts[0]["path"],part["path"]
+            found = f"{a} and {b} differ in {what}" if a != b else f"two tasks read {a} with other {what}"
+            found += f": {x} and {y}"
             if word: lines.append(refuse_or_say(word, accept, found, REMEDY[word]))
             elif what == "cameras": raise ValueError(f"{found}; {how(parts[0]['path'], part['path'])}")
             else: raise ValueError(f"{found}; one policy has one size: {how(part['path'])}, or train two streams")
