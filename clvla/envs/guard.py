@@ -37,14 +37,14 @@ def check_facts(env):
             raise ContractError(f"{author(env)} has no `{name}`; expected is {expected}, as every Env has it")
         if not fits(v := getattr(env, name)):
             raise ContractError(f"{author(env)} has {name} {shown(v)}, expected {expected}")
-    for name in ("reset", "step", "obs", "step_chunk", "render", "close"):
+    for name in ("reset", "step", "obs", "step_chunk", "render"):
         if not callable(getattr(env, name, None)):
             raise ContractError(f"{author(env)} has no method `{name}`; an environment has it")
 
 # %% ../../nbs/envs/09_guard.ipynb #04d58d30
 def outcome_of(env, method, answer, *args, **kw)->tuple:
     "Reward, success and the ends of one step."
-    usual = type(answer) is tuple and list(map(type, answer)) == [float, bool, bool]
+    usual = method == "_act" and type(answer) is tuple and list(map(type, answer)) == [float, bool, bool]
     if usual and math.isfinite(answer[0]): return answer
     names = ("success", "terminated") if method == "_act" else ("success", "terminated", "truncated")
     if not isinstance(answer, (tuple, list)) or len(answer) != 1+len(names):
