@@ -331,6 +331,14 @@ def test_what_no_machine_bears_is_refused_at_once(tmp_path, monkeypatch, given, 
     assert "\n" not in str(e.value)
 
 
+def test_more_actors_than_the_machine_bears(tmp_path, monkeypatch):
+    from clvla.crl.actors import Actors
+    from clvla.crl.config import AgentConfig, experiment_of, resolve_agent
+    cfg = resolve_agent(AgentConfig(run_dir=str(tmp_path/"run"), data_dir=str(tmp_path)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ValueError, match="n_actors is 5000, and this machine has 2 cores; use at most 64"): Actors(cfg, experiment_of(cfg), n_actors=5_000).check(None)
+
+
 def test_pictures_beyond_the_memory():
     from clvla.envs.all import make_env
     from clvla.envs.pool import EnvPool

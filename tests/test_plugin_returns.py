@@ -62,6 +62,20 @@ def test_a_wrong_answer_ends_with_one_sentence(pool, odd, at):
     assert str(e.value).startswith(says) and pool.restarts == 0
 
 
+def test_an_environment_that_brings_its_own_step(pool):
+    step = lambda self, action: (0., False, False)   # `truncated` is missing
+    env = guard(type("Own", (TABLES.Odd,), dict(step=step))(spec(""), 8))
+    env.reset(0)
+    with pytest.raises(ContractError, match="Own.step of task 'left' gave a tuple of 3, expected a tuple of 4: reward, success, terminated, truncated"): env.step(np.zeros(2))
+
+
+@pytest.mark.parametrize("change, says", [(dict(state_dim=1.5), "Own has state_dim 1.5"), (dict(action_dim=0), "has action_dim 0"), (dict(n_actions=2.), "n_actions 2.0"), (dict(prompt=None), "prompt None"), (dict(task_id=3), "task_id 3")])
+def test_what_an_environment_says_of_itself(change, says):
+    env = type("Own", (TABLES.Odd,), {})(spec(""), 8)
+    vars(env).update(change)
+    with pytest.raises(ContractError, match=says): guard(env)
+
+
 @pytest.mark.parametrize("name, value, says", [("expert", np.zeros(3), "Odd.expert of task 'left' gave action ndarray .3,. of float64, expected 2 numbers"), ("expert", None, "gave action None"),
                                                ("expert", np.full(2, np.nan), "finite numbers"), ("state", np.full(2, np.nan), "Odd.state of task 'left' gave state .nan nan., expected finite numbers")])
 def test_what_a_demonstration_would_hold(name, value, says):

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import asdict
 from fastcore.basics import patch
 from ..cl.base import check_count, check_flag, check_number
+from ..run.config import check_workers
 from .agent import Agent
 from .crew import Crew, Played, Seat, first_start
 from .engine import Batched
@@ -88,7 +89,7 @@ def load_state_dict(self:ActorLanes, state:dict):
 # %% ../../nbs/crl/14_actors.ipynb #c7e0001c
 class Parallel(Runner):
     "Actors that play one rollout with the newest weights, and wait for the next ones."
-    exact,ahead = True,0
+    exact,ahead,is_here = True,0,True   # `is_here`: its actors are processes of this machine
     def __init__(self,
         cfg, # `AgentConfig` of the run
         exp, # its `Experiment`
@@ -102,7 +103,6 @@ class Parallel(Runner):
         check_flag("engine", engine)
         self.engine = engine
         check_count("n_actors", n_actors)
-        if n_actors > 10_000: raise ValueError(f"n_actors is {n_actors}, expected at most 10000")
         check_count("max_restarts", max_restarts, 0)
         for name,x in dict(timeout=timeout, start_timeout=start_timeout).items(): check_number(name, x, 0)
         self.n_actors = n_actors
@@ -115,6 +115,7 @@ class Parallel(Runner):
     def examiner(self, marks): return self.plain.examiner(marks)
     def versions(self): return self.plain.versions()
     def check(self, agent):
+        if self.is_here: check_workers(self.n_actors, name="n_actors")
         if type(agent).acting is Agent.acting:
             raise ValueError(f"algo {self.cfg.algo!r} names no network that actors could copy (`acting`); take runner 'sync'")
         if self.ahead and not agent.off_policy:

@@ -151,6 +151,7 @@ def replace(self:RayCrew, number:int, why:str)->list:   # []
 # %% ../../nbs/crl/17_ray.ipynb #c9000012
 class RayActors(Actors):
     "Actors of a Ray cluster that play on while the learner learns."
+    is_here = False
     def __init__(self, cfg, exp,
         n_actors:int=4,            # each takes one core of the cluster
         ahead:int=1,               # rollouts that an actor plays without waiting

@@ -336,13 +336,14 @@ def check_machine(
 
 # %% ../../nbs/run/07_config.ipynb #411cd746
 def check_workers(
-    n:int,      # simulator processes
-    cores:int=0 # of this machine; the system is asked if 0
+    n:int,       # simulator processes
+    cores:int=0, # of this machine; the system is asked if 0
+    name="n_workers" # the setting that says so
 ):
     "ValueError for more simulator processes than a machine bears."
     cores = cores or os.cpu_count() or 1
     if n > max(64, 8*cores):
-        raise ValueError(f"n_workers is {n}, and this machine has {cores} cores; use at most {max(64, 8*cores)}, {cores} are fastest")
+        raise ValueError(f"{name} is {n}, and this machine has {cores} cores; use at most {max(64, 8*cores)}, {cores} are fastest")
 
 def resident_gb()->float:
     "Memory that this process has now, GB (Linux; 0 elsewhere)."
