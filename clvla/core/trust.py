@@ -118,6 +118,7 @@ def note_code(
     write_json(folder/NOTE, dict(folder=home, code=lines, mac=_mac(key, home, lines)))
     return ""
 
+# %% ../../nbs/core/12_trust.ipynb #6a0401b0
 def approve(
     folder,   # of a run
     code:list # lines, as of `code_of`
@@ -135,6 +136,7 @@ def refused(
     approved = json.loads(os.environ.get(APPROVED, "{}")).get(str(Path(folder).resolve()), [])
     return [line for line in code if line not in approved and (why or line not in noted)]
 
+# %% ../../nbs/core/12_trust.ipynb #db343ffb
 def claim(
     folder,    # of a run
     code:list, # lines, as of `code_of`, that the user's own settings name

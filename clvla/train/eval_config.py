@@ -52,7 +52,6 @@ class EvalConfig:
     def chosen(self)->list:
         if not isinstance(self.tasks, str): return list(self.tasks)
         return [name.strip() for name in self.tasks.split(",") if name.strip()]
-
     @property
     def whole(self)->str: # name of the evaluation that the parts belong to
         where = "-on-"+_label_of(self.suite, self.chosen) if self.suite or self.chosen else ""

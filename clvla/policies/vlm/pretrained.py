@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTIONS', 'FLASH', 'AGAIN', 'TOKENIZER', 'PICTURES', 'DOCUMENTS', 'DTYPES', 'Stock', 'models_home', 'hub_cache',
-           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'hub_kernel', 'stock_class',
+           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'stock_class', 'hub_kernel',
            'quiet', 'abi', 'flash_trouble', 'choose_attention', 'FollowDevice', 'refuse_cpu', 'watch_attention',
            'check_settings', 'check_modules']
 
@@ -151,6 +151,11 @@ def open_folder(
     with reading(path/"config.json"): config = stock_class(stock.config).from_pretrained(path, local_files_only=True)
     return Folder(path=path, stock=stock, config=config, files=files, by_path=path == Path(name).expanduser().resolve())
 
+def stock_class(name:str):
+    "A class of transformers, which is imported when it is first asked for."
+    return getattr(importlib.import_module("transformers"), name)
+
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #2047bd78
 def hub_kernel(about)->str:   # "" where there is none
     "The kernel of the hub's that a configuration names, as in 'somebody/attention'."
     parts = about.items() if isinstance(about, dict) else enumerate(about) if isinstance(about, list) else ()
@@ -160,10 +165,6 @@ def hub_kernel(about)->str:   # "" where there is none
             if isinstance(x, str) and "/" in x: return x
         if inside := hub_kernel(v): return inside
     return ""
-
-def stock_class(name:str):
-    "A class of transformers, which is imported when it is first asked for."
-    return getattr(importlib.import_module("transformers"), name)
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f800003a
 @contextmanager

@@ -9,8 +9,9 @@ __all__ = ['MODES', 'ClvlaConfig', 'cameras_of', 'snapped', 'as_bytes', 'ClvlaPo
 
 # %% ../../../nbs/run/18_lerobot.ipynb #1e300002
 from collections import deque
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 import gymnasium as gym
@@ -270,14 +271,13 @@ def guard_steps():
     lookup = DataProcessorPipeline._resolve_step_class.__func__
     if lookup.__name__ == "guarded": return   # this page was imported before
     def guarded(cls, entry):
-        where,config = str(entry.get("class", "")),entry.get("config") or {}
+        where = str(entry.get("class", ""))
         if "registry_name" not in entry and not where.startswith(("lerobot.", "clvla.")):
             raise ValueError(f"the stored processor names the step {where!r}, and a folder's files say nothing of what is imported; "
                              "register it (ProcessorStepRegistry) in a package that --plugin.discover_packages_path names")
         step,key = lookup(cls, entry)
         if not (isinstance(step, type) and issubclass(step, ProcessorStep)): raise ValueError(f"{where or key!r} is no processor step")
-        settings = [f.name for f in fields(step)] if is_dataclass(step) else []
-        if "trust_remote_code" in settings and config.get("trust_remote_code", True):
+        if "trust_remote_code" in signature(step).parameters and (entry.get("config") or {}).get("trust_remote_code", True):
             raise ValueError(f"the stored step {key!r} would run code that its tokenizer's folder brings; set trust_remote_code to false")
         return step,key
     DataProcessorPipeline._resolve_step_class = classmethod(guarded)
