@@ -243,6 +243,7 @@ def versus(
                 p=t_test([e.diff for e in each], noise), low=p.low, high=p.high, only_this=p.only_a,
                 only_baseline=p.only_b, p_states=p.p, unmatched=p.unmatched, unfinished=unfinished)
 
+# %% ../../nbs/eval/08_compare.ipynb #de4430d6
 PAIRED = ("group", "seeds", "pairs", "difference", "t_low", "t_high", "p", "low", "high", "only_this", "only_baseline",
           "p_states", "unmatched", "unfinished", "p_holm", "says")   # columns of `paired_table`
 

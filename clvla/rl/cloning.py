@@ -53,19 +53,6 @@ class Successes:
         self.parts = [{k: np.concatenate([part[k] for part in self.parts]) for k in self.parts[0]}]
         self.arrays = self.parts[0]
 
-    def chances(self, task_ids:list)->np.ndarray:
-        "(N,) probability of each sample (eq. 1), 0 of those of other tasks; ValueError when there is none of these."
-        found = [i for i in dict.fromkeys(task_ids) if self.index[i]]
-        if not found: raise ValueError(f"no attempt at {', '.join(task_ids)} has succeeded yet")
-        return sum(self.shares(i) for i in found)/len(found)
-
-    def shares(self, task_id:str)->np.ndarray:
-        "(N,) probability of each sample where one of this task is drawn."
-        mine,steps = np.zeros(len(self), bool),np.array(self.rows)
-        mine[self.index[task_id]] = True
-        w = np.exp(-np.maximum(0, steps-steps[mine].min())/self.tau) if self.tau else np.ones(len(steps))
-        return w*mine/(w*mine).sum()
-
     def gather(self, idx)->dict:
         "A raw batch, as a frame store gives it."
         idx = np.asarray(idx, np.int64)
@@ -73,6 +60,22 @@ class Successes:
         batch |= {k: v.permute(0, 3, 1, 2) for k,v in batch.items() if v.ndim == 4}   # images
         ids = [self.task_ids[i] for i in idx]
         return batch | {INDEX: torch.from_numpy(idx), PROMPT: [self.prompts[i] for i in ids], TASK_ID: ids}
+
+# %% ../../nbs/rl/11_cloning.ipynb #aca75aa0
+@patch
+def chances(self:Successes, task_ids:list)->np.ndarray:
+    "(N,) probability of each sample (eq. 1), 0 of those of other tasks; ValueError when there is none of these."
+    found = [i for i in dict.fromkeys(task_ids) if self.index[i]]
+    if not found: raise ValueError(f"no attempt at {', '.join(task_ids)} has succeeded yet")
+    return sum(self.shares(i) for i in found)/len(found)
+
+@patch
+def shares(self:Successes, task_id:str)->np.ndarray:
+    "(N,) probability of each sample where one of this task is drawn."
+    mine,steps = np.zeros(len(self), bool),np.array(self.rows)
+    mine[self.index[task_id]] = True
+    w = np.exp(-np.maximum(0, steps-steps[mine].min())/self.tau) if self.tau else np.ones(len(steps))
+    return w*mine/(w*mine).sum()
 
 # %% ../../nbs/rl/11_cloning.ipynb #c11000a5
 class PracticeData(TaskData):
