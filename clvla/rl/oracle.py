@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from ..core.batch import to_device, torch_rng
 from ..core.names import PROMPT, TASK_ID
-from ..eval.call import predict
+from ..eval.call import chunk_of, predict
 from ..eval.rows import Row
 
 # %% ../../nbs/rl/18_oracle.ipynb #c1800008
@@ -51,7 +51,8 @@ def draw_chunks(
     "Chunks that the policy may play here."
     raw = {k: np.stack([v]) for k,v in obs.items()} | {PROMPT: [task.prompt], TASK_ID: [task.id]}
     seen = to_device(processor.obs(raw), next(policy.parameters()).device)
-    with torch.inference_mode(): chunks = policy.predict_chunk(seen, n=K, generator=generator)[0].float().cpu()
+    row = Row(0, 0, task, trial=0)
+    with torch.inference_mode(): chunks = chunk_of(policy, seen, [row], K, generator=generator)[0].float().cpu()
     return chunks.clone(),processor.unnormalise(chunks).numpy()
 
 class _Branch:

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'checkpoints', 'in_time', 'is_inside', 'save_checkpoint', 'read_manifest', 'check_checkpoint',
-           'load_checkpoint', 'remedy', 'latest_checkpoint', 'latest_name', 'prune', 'clean']
+           'load_checkpoint', 'remedy', 'whole_state', 'latest_checkpoint', 'latest_name', 'prune', 'clean']
 
 # %% ../../nbs/run/01_checkpoint.ipynb #84678929
 import os, re, shutil
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from safetensors import SafetensorError
 from ..core.state import disk_error, load_state, save_state
@@ -164,6 +164,17 @@ def remedy(
     if not others: return "there is no whole one beside it; put a copy of it in its place, or begin in a new folder"
     earlier = [p for p in others if in_time(p) < in_time(path)] or others
     return f"remove {path}, or take {earlier[-1].name} beside it, which is whole"
+
+# %% ../../nbs/run/01_checkpoint.ipynb #0678eb4d
+@contextmanager
+def whole_state(
+    checkpoint # its folder, for the message
+):
+    "Around code that goes on from a stored state: ValueError names an entry that it lacks."
+    try: yield
+    except KeyError as e:
+        raise ValueError(f"{checkpoint} lacks {e}, which this run's algorithm or model stores: it was written with other settings or by "
+                         "another version; take the settings and the version of that run, or begin a new run_dir") from e
 
 # %% ../../nbs/run/01_checkpoint.ipynb #c36aa2e9
 def latest_checkpoint(

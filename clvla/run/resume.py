@@ -14,7 +14,7 @@ from ..core.files import read_json
 from ..core.records import keep_records
 from ..core.state import load_state, save_state
 from ..eval.metrics import record_key
-from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from .checkpoint import checkpoints, load_checkpoint, save_checkpoint, whole_state
 from .folder import RunFolder
 
 # %% ../../nbs/run/09_resume.ipynb #0fcd9598
@@ -58,7 +58,8 @@ def load_into(
     "Load the learner's state and this rank's global random generators."
     if rank: load_checkpoint(checkpoint)   # compares the hashes; rank 0 has done so, on what may be another disk
     names = [p.stem for p in checkpoint.glob("*.safetensors") if p.stem in learner.files]
-    learner.load_state_dict({name: load_state(checkpoint/f"{name}.safetensors") for name in names})
+    with whole_state(checkpoint):
+        learner.load_state_dict({name: load_state(checkpoint/f"{name}.safetensors") for name in names})
     set_global_rng_state(load_state(checkpoint/f"generators-{rank}.safetensors"))
 
 # %% ../../nbs/run/09_resume.ipynb #4ff77cdd

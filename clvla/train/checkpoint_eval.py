@@ -20,7 +20,7 @@ from ..eval.neighbours import doubt
 from ..eval.parts import difference, fractions, merge, part_of, plan_of, write_plan
 from ..eval.player import BATCH, POOL_SEED, Player
 from ..policies.all import load_policy
-from ..run.checkpoint import check_checkpoint, read_manifest
+from ..run.checkpoint import check_checkpoint, read_manifest, whole_state
 from ..core.progress import emit
 from ..run.config import device_of
 from ..run.folder import RunFolder
@@ -43,8 +43,8 @@ def load_point(
     policy = load_policy(path, prepare=lambda policy: prepare_stages(algo, policy, t, stream)).to(device)
     policy.set_precision(run.precision)   # as in the run's own evaluation
     if (path/"algo.safetensors").exists(): state = load_state(path/"algo.safetensors")
-    else: state = load_state(path/"state.safetensors")["algo"]   # checkpoints of older versions
-    algo.load_state_dict(state)
+    else: state = load_state(path/"state.safetensors").get("algo", {})   # checkpoints of older versions
+    with whole_state(path): algo.load_state_dict(state)
     return policy,processor_of(path),algo
 
 def cells_of(
