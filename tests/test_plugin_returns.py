@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from clvla.cl.engine import learnt
+from clvla.cl.engine import learnt, objective_of
 from clvla.core.contract import ContractError
 from clvla.core.names import IMAGE, PROMPT, STATE, TASK_ID
 from clvla.core.plugins import load_plugins
@@ -218,10 +218,20 @@ LOSSES = dict(vector=lambda a: (a[0].repeat(3), a[1]), number=lambda a: (1., a[1
 @pytest.mark.parametrize("what", LOSSES)
 def test_a_loss_that_is_none(what):
     policy = changed("forward", LOSSES[what])
-    ctx = SimpleNamespace(batch=batch(), noise=None, time=None, task_id="left")
-    with pytest.raises(ContractError, match="^test_plugin_returns.Mine.forward of task 'left' gave .* expected a tuple"): learnt(policy, policy, ctx)
-    loss, _ = learnt(tiny(), tiny(), ctx)
-    assert loss.ndim == 0
+    ctx = SimpleNamespace(batch=batch(), noise=None, time=None, task_id="left", penalty=None)
+    def objective(policy):
+        ctx.loss, _ = learnt(policy, policy, ctx)
+        return objective_of(policy, ctx)
+    with pytest.raises(ContractError, match="^test_plugin_returns.Mine.forward of task 'left' gave .* expected a tuple"): objective(policy)
+    assert objective(tiny()).ndim == 0
+
+
+def test_a_penalty_alone_may_have_the_gradient():
+    "An algorithm may freeze the policy and train numbers of its own."
+    policy = changed("forward", LOSSES["cut"])
+    ctx = SimpleNamespace(batch=batch(), noise=None, time=None, task_id="left", penalty=torch.ones((), requires_grad=True))
+    ctx.loss, _ = learnt(policy, policy, ctx)
+    assert objective_of(policy, ctx).requires_grad
 
 
 CONTEXTS = dict(rows=lambda c: Context(pooled=c.pooled[:1]), flat=lambda c: Context(pooled=c.pooled[0]), none=lambda c: None, tensor=lambda c: c.pooled, array=lambda c: Context(pooled=c.pooled.detach().numpy()),
