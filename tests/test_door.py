@@ -283,7 +283,8 @@ for path, write in (({str(closed/'data')!r}, False), ({str(closed)!r}, True)):
     try: check_folder(path, "data_dir", write)
     except ValueError as e: print(e)
 check_folder({str(closed)!r}, "data_dir")"""
-    for parent in tmp_path.parents[:2]: parent.chmod(0o755)
+    for parent in tmp_path.parents:   # temporary folders are their owner's alone
+        if parent.stat().st_uid == os.getuid() and not parent.stat().st_mode & 1: parent.chmod(parent.stat().st_mode | 0o011)
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ|dict(PYTHONPATH=str(ROOT)))
     lines = p.stdout.splitlines()
     assert p.returncode == 0 and len(lines) == 2, p.stderr[-1000:]

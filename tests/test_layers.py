@@ -26,6 +26,7 @@ LAZY = {
     ("clvla.rl.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.train.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.train.config", "clvla.policies.all"): ("torch", "a page reads and refuses settings in a second"),
+    ("clvla.data.mixtures", "clvla.data.lerobot"): ("fastcore", "a simulator with an interpreter of its own has numpy only"),
 }
 
 SIMULATORS = ("libero", "metaworld", "meta-world", "gym", "minigrid")

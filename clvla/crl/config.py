@@ -34,7 +34,7 @@ class AgentSettings:
     preset:str = ""         # named settings of the agent, a key of `crl.presets.presets`
     background:bool = False # evaluations run in a process of their own, beside the learning
     ADDED = ("cl", "cl_kw", "runner", "runner_kw", "preset", "background")   # they came later: `identity` leaves out a default
-    MOST = dict(cycles=10_000, steps_per_task=10**11, eval_every=10**11, n_trials=TRIALS["report"][1])
+    MOST = dict(cycles=100_000, steps_per_task=10**11, eval_every=10**11, n_trials=TRIALS["report"][1])
     NOT_NEGATIVE = ("cycles", "steps_per_task", "eval_every", "n_trials", "image_size")
 
 SUITE = dict(base="dot_3", env=dict(discrete=True), name="dots")   # three tasks that need no further package

@@ -131,7 +131,7 @@ class TaskLoader:
     def close(self):
         "Drop the batches that were prepared ahead, and end their thread."
         self._ahead.clear()
-        self.data.forget(end=True)
+        if isinstance(self.data, TaskData): self.data.forget(end=True)
         if self._thread is not None: self._thread.shutdown(cancel_futures=True)
         self._thread = None
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from ..core.names import ACTION, IMAGES, STATE, closest
 from .layouts import STATES, check_layout, layout_text
-from .lerobot import camera_map
 from .partition import lerobot_info
 from .streams import Stream
 
@@ -70,6 +69,7 @@ def facts(
     part:dict # of a task's source, with "path", and perhaps with "layout"
 )->dict:      # fps, robot, cameras, named, ratios, sizes, names
     "What a data set means by its columns; ValueError where one is missing."
+    from clvla.data.lerobot import camera_map   # simulators with an interpreter of their own import this module, and have numpy only
     path,layout = part["path"],part.get("layout", {})
     info,own = lerobot_info(path),{STATE: STATE, ACTION: ACTION} | layout.get("columns", {})
     try: cams = camera_map(info, layout.get("cameras"), path, own)

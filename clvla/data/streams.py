@@ -30,7 +30,7 @@ class Task:
             raise ValueError(f"task {self.id!r}: budget is a number of steps (optimizer steps of a policy, environment "
                              f"steps of an agent) above 0, found {self.budget!r}")
         if self.budget is not None and self.budget > 10**11:
-            raise ValueError(f"task {self.id!r}: a budget of {self.budget} steps cannot end (at a thousand a second {self.budget/3.15e10:,.0f} "
+            raise ValueError(f"task {self.id!r}: a budget of {self.budget} steps cannot end (at a thousand a second {self.budget//31_536_000_000:,} "
                              f"years); set it to {10**11} or less")
         if type(self.trained) is not bool:
             raise ValueError(f"task {self.id!r}: trained is true or false, found {self.trained!r}")

@@ -107,7 +107,7 @@ def _settings(stream:Stream, d:dict)->list:
 def _inline(d:dict, partition:str, options:dict)->Stream:
     "A stream described by a dict."
     known = INLINE | dict.fromkeys(kinds, (dict, bool))
-    own = "tasks" in d and any(isinstance(entry, dict) for entry in d["tasks"])
+    own = isinstance(d.get("tasks"), (list, tuple)) and any(isinstance(entry, dict) for entry in d["tasks"])
     optional = [k for k in known if k != "base" or own]
     entries(d, known, "an inline stream", "'base' is a registered name or folders", optional)
     options = options | {name: d[name] for name in kinds if name in d}

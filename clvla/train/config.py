@@ -39,7 +39,7 @@ class DataSettings:
     ADDED = ("accept",)
     FREE = ("prefetch", "accept")
     POSITIVE = ("cycles",)
-    MOST = dict(cycles=10_000, n_demos=TRIALS["demos"][1]-TRIALS["demos"][0], prefetch=1000)
+    MOST = dict(cycles=100_000, n_demos=TRIALS["demos"][1]-TRIALS["demos"][0], prefetch=1000)
     NOT_NEGATIVE = ("n_demos", "prefetch", "image_size")
     CHOICES = dict(partition=("auto", "by_task_index", "by_dataset"), stats=("global", "first"),
                    state_norm=(NORMS := ("identity", "mean_std", "min_max", "quantiles")), action_norm=("", *NORMS))

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..core.batch import rng_state, set_rng_state, torch_rng
 from ..cl.base import CLContext, call_hook, scope_ids
 from ..cl.engine import Engine, Loop, cl_step
-from ..data.loader import TaskLoader
+from ..data.loader import TaskData, TaskLoader
 from ..eval.metrics import JOINT
 from ..policies.base import param_groups, use_tf32
 from ..policies.ema import EMA
@@ -191,7 +191,7 @@ def fit(self:Trainer,
         call_hook(algo, "on_task_start", self.ctx)
     ctx,first,t0 = self.ctx,self.ctx.step,time.monotonic()
     ctx.n_steps = n_steps
-    ctx.reads_ahead = cfg.prefetch > 0
+    ctx.reads_ahead = cfg.prefetch > 0 and isinstance(self.data, TaskData)
     before,total = self.schedule_of(t, n_steps)
     self.policy.train()
     while not self.is_over(n_steps):
