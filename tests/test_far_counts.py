@@ -16,7 +16,6 @@ from clvla.policies.base import param_groups
 from clvla.policies.tiny import Tiny
 
 pytestmark = pytest.mark.skipif(bool(far.unfit()), reason=far.unfit() or "the pretended device is there")
-if not far.unfit(): far.register()   # before a test makes torch's first backward pass: its engine counts the devices then
 
 
 class Frames:
