@@ -201,7 +201,7 @@ def test_cloning_of_discrete_actions_is_zero_for_the_policy_that_stored_and_refu
     policy,der = tiny("discrete"),DER(None, alpha=2., distance="kl")
     ctx = trained_on(der, policy, "discrete")
     der.on_task_start(ctx)
-    assert der.compute_penalty(ctx).item() < 1e-7   # rounding of float32, which other tests' threads change
+    assert der.compute_penalty(ctx).item() < 1e-7   # float32: 0 when this file runs alone, 6.6e-9 once in a run of the whole suite
     with torch.no_grad(): [p.add_(.01*torch.randn(p.shape, generator=torch_rng(0, "move"))) for p in policy.parameters()]
     drawn = der.buf.draw(6)
     der.buf.draw = lambda n: drawn

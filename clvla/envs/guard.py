@@ -15,7 +15,9 @@ from ..core.pictures import as_picture
 from .base import Described, Env
 
 # %% ../../nbs/envs/09_guard.ipynb #13dde34b
-def class_of(env)->str: return author(env.made_by() if isinstance(env, Described) else env)
+def class_of(env)->str:
+    "Module and class of who made an environment, for the messages."
+    return author(env.made_by() if isinstance(env, Described) else env)
 
 def whose(env, method:str)->str:
     "Whose method it is, and of which task: the beginning of each message."
@@ -125,7 +127,9 @@ def action_of(env, method, action, *args, **kw):
     return action
 
 # %% ../../nbs/envs/09_guard.ipynb #b4ab5ba3
-def as_it_is(env, method, answer, *args, **kw): return answer
+def as_it_is(env, method, answer, *args, **kw):
+    "The answer of a method whose result nobody reads."
+    return answer
 
 SEEDED = "the start that a seed of 63 bits draws; seed % 2**32 fits a generator of 32 bits"
 ANSWERS = dict(_begin=(as_it_is, SEEDED), _act=(outcome_of, "reward, success, terminated"),   # name -> check, what is expected
