@@ -218,7 +218,7 @@ class Drawing:
     def clear(self):
         "Leave a line in the place of each figure."
         for name in self.run.live_plots():
-            if name in self.board.handles: self.board.put(name, Text(f"{name}: below, whole"))
+            if name in self.board.handles: self.board.put(name, Text(f"{name}: the final figure is below"))
 
 @patch(as_prop=True)
 def hint(self:Run)->str:
