@@ -30,6 +30,7 @@ def project(
 # %% ../../nbs/cl/11_agem.ipynb #8f012643
 class AGEM(CLAlgorithm):
     "Averaged gradient episodic memory."
+    asks = "replay",
     zero3 = False
     def __init__(self,
         buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all

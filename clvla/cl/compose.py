@@ -44,6 +44,7 @@ class Compose(CLAlgorithm):
         self.same_params = any(a.same_params for a in algos)
         self.merges = any(a.merges for a in algos)
         self.whole_task = any(a.whole_task for a in algos)
+        self.asks = tuple(dict.fromkeys(ask for a in algos for ask in a.asks))
 
     def each(self, hook, ctx, *args)->list: return [call_hook(a, hook, ctx, *args) for a in self.algos]
     def on_task_start(self, ctx): self.each("on_task_start", ctx)

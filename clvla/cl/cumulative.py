@@ -11,4 +11,5 @@ from .base import CLAlgorithm
 # %% ../../nbs/cl/07_cumulative.ipynb #46128804
 class Cumulative(CLAlgorithm):
     "The current samples come from all tasks met so far."
+    asks = "others",
     scope = "seen"

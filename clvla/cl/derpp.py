@@ -42,6 +42,7 @@ def softened(
 # %% ../../nbs/cl/12_derpp.ipynb #b593253a
 class DERpp(CLAlgorithm):
     "Dark experience replay with labels."
+    asks = "replay","outputs"
     zero3 = False
     def __init__(self,
         buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all

@@ -82,6 +82,7 @@ def grow(
 # %% ../../nbs/cl/29_dwe.ipynb #0062f3e4
 class DWE(CLAlgorithm):
     "Hidden units of its own for every task, on top of those of the tasks before."
+    asks = "layers","tasks"
     zero3,new_params = False,True
     def __init__(self,
         units:int=8,         # that a task adds to each linear layer

@@ -23,6 +23,7 @@ def n_replay(
 # %% ../../nbs/cl/08_er.ipynb #5a7e0c28
 class ER(CLAlgorithm):
     "Experience replay."
+    asks = "replay",
     def __init__(self,
         buffer_size:int|None=1000, # samples kept of each finished task; None or 0: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)

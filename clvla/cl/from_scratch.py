@@ -13,6 +13,7 @@ from .lwf import weights_of
 # %% ../../nbs/cl/21_from_scratch.ipynb #f2a02108
 class FromScratch(CLAlgorithm):
     "Every task from the initial weights."
+    asks = "restart",
     zero3 = False
     alone = "it throws away what earlier tasks left in the weights"
     def __init__(self): self.initial = {} # name -> tensor: trained parameters and buffers before the first task

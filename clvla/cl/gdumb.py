@@ -12,6 +12,7 @@ from .from_scratch import FromScratch
 # %% ../../nbs/cl/22_gdumb.ipynb #f2a02208
 class GDumb(FromScratch):
     "Greedy sampler and dumb learner."
+    asks = "restart","replay"
     alone = "it trains on its memory alone, from the initial weights"
     def __init__(self,
         total_size:int|str|None=1000, # samples kept of all tasks together, shared equally, or bytes as "50 MB"; None: all

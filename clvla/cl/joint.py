@@ -11,5 +11,6 @@ from .base import CLAlgorithm
 # %% ../../nbs/cl/06_joint.ipynb #01d27fa3
 class Joint(CLAlgorithm):
     "Joint training: the current samples come from all tasks."
+    asks = "others",
     scope = "all"
     alone = "it trains all tasks at once, so there is nothing to forget"

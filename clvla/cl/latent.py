@@ -63,6 +63,7 @@ def check_features(
 # %% ../../nbs/cl/32_latent.ipynb #d5ac8ff5
 class Latent(ER):
     "Replay of stored features behind a frozen trunk."
+    asks = "replay","features"
     zero3 = False
     def __init__(self,
         buffer_size:int|None=1000, # features kept of each finished task; None or 0: of all frames

@@ -13,6 +13,7 @@ from .lwf import LwF
 # %% ../../nbs/cl/26_lfl.ipynb #f2a02608
 class LFL(LwF):
     "Less-forgetful learning."
+    asks = "outputs","features","words"
     def __init__(self,
         lam:float=1.,          # weight of the teacher's features
         prompts:str="past",    # instructions that student and teacher are asked with: "past" or "current"

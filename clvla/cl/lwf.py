@@ -18,6 +18,7 @@ from ..core.names import N_ACTIONS, PAD, PROMPT
 # %% ../../nbs/cl/13_lwf.ipynb #d4f34269
 class LwF(CLAlgorithm):
     "Learning without forgetting."
+    asks = "outputs","words"
     zero3 = False
     def __init__(self,
         lam:float=1.,        # weight of the teacher's answers
@@ -28,6 +29,7 @@ class LwF(CLAlgorithm):
         check_choice("prompts", prompts, ("past", "current"))
         check_number("temperature", temperature, 1e-3)
         self.lam,self.prompts,self.temperature,self.last = lam,prompts,temperature,torch.zeros(())
+        if prompts == "current": self.asks = tuple(ask for ask in self.asks if ask != "words")
         self.teacher,self.past,self.current = {},{},None  # weights; task id -> instruction; that of this task
 
     def compute_penalty(self, ctx):
@@ -76,7 +78,7 @@ def weights_of(policy)->dict:
 @patch
 def observe(self:LwF, batch, ctx):
     "Note the task's instruction."
-    self.current = batch[PROMPT][0]
+    self.current = batch.get(PROMPT, [None])[0]   # an agent hears none
 
 @patch
 def on_task_end(self:LwF, ctx):

@@ -66,6 +66,7 @@ def unit_mean(
 
 class MAS(L2):
     "Memory aware synapses."
+    asks = "outputs",
     def __init__(self,
         lam:float=.1,          # strength of the penalty, eq. 4
         alpha:float|None=None, # None: the tasks' importance is added up; in [0,1]: share of the old in an average

@@ -63,6 +63,7 @@ def rank_correlation(a:Tensor, b:Tensor)->float:
 # %% ../../nbs/cl/09_mir.ipynb #a546f198
 class MIR(ER):
     "Maximally interfered retrieval on top of experience replay."
+    asks = "replay","adamw"
     zero3 = False  # scoring needs whole weights
     def __init__(self,
         buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs", # as in ER

@@ -27,6 +27,7 @@ def largest(
 # %% ../../nbs/cl/14_packnet.ipynb #d76e3076
 class PackNet(CLAlgorithm):
     "Weights of its own for every task."
+    asks = "layers","tasks"
     zero3,new_params = False,True
     whole_task = True  # prunes after a share of a task's updates
     def __init__(self,

@@ -46,6 +46,7 @@ class Columns(Beside):
 # %% ../../nbs/cl/33_progressive.ipynb #3dd2585b
 class Progressive(CLAlgorithm):
     "Adapters of its own for every task, beside those of the tasks before."
+    asks = "layers","tasks"
     zero3,new_params = False,True
     def __init__(self,
         rank:int=8,

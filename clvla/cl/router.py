@@ -87,6 +87,7 @@ def features(
 # %% ../../nbs/cl/30_router.ipynb #7fb5569d
 class Router(TaskLoRA):
     "One adapter and one head for each task, chosen by the observation."
+    asks = "layers","tasks","features","words"
     def __init__(self,
         rank:int=8,
         alpha:float=16.,     # adapters are multiplied by alpha/rank

@@ -54,6 +54,7 @@ def add_adapters(
 # %% ../../nbs/cl/15_task_lora.ipynb #5925c1d6
 class TaskLoRA(CLAlgorithm):
     "One adapter and one head for each task."
+    asks = "layers","tasks"
     zero3,new_params = False,True
     def __init__(self,
         rank:int=8,
