@@ -10,7 +10,7 @@ import pytest
 from clvla.cl.all import algos, make_algo, split_settings
 from clvla.cl.compose import Compose
 from clvla.cl.quick import quick_run, quick_stream
-from clvla.core.config import config_from, config_json
+from clvla.core.config import config_from, config_json, short_form
 from clvla.core.files import read_json, write_json
 from clvla.core.records import read_jsonl
 from clvla.eval.compare import ADDED, CONTROLS, group, read_run
@@ -120,7 +120,7 @@ def test_a_folder_from_before_the_settings_goes_on(data, tmp_path):
     cfg = config(data, tmp_path/"old", algo="er")
     run = train_cl(cfg, say=len)
     before = fingerprint(run.path)
-    write_json(run.path/"config.json", {k: v for k, v in read_json(run.path/"config.json").items() if k not in table(TrainConfig, "ADDED")})
+    write_json(run.path/"config.json", {k: v for k, v in short_form(read_json(run.path/"config.json")).items() if k not in table(TrainConfig, "ADDED")})
     (run.path/"done.json").unlink()
     said = []
     assert fingerprint(train_cl(cfg, say=said.append).path) == before and any("continued" in line for line in said)

@@ -45,14 +45,15 @@ def long_form(
 )->dict:
     "Imitation's `algo=\"er\"` as `cl=\"er\"`; ValueError where both are given and differ."
     if config.get("learner", "imitation") != "imitation": return config
-    algo,cl,kw = config.get("algo", "imitation"),config.get("cl", ""),config.get("algo_kw")
+    algo,cl = config.get("algo", "imitation"),config.get("cl", "")
+    if not isinstance(algo, str) or not isinstance(cl, str): return config   # refused where types are checked
     if algo not in ("imitation", cl) and cl != "":
         raise ValueError(f"algo is {algo!r} and cl is {cl!r}, and in imitation both name the method against forgetting; give it "
                          "once, as cl")
     if algo != "imitation": cl = algo
     config = config | dict(algo="imitation", cl="sequential" if cl == "none" else cl)
-    both = kw,config.get("cl_kw", {})
-    if not all(isinstance(x, dict) for x in both): return config   # what is no dict is refused where types are checked
+    both = config.get("algo_kw", {}),config.get("cl_kw", {})
+    if not all(isinstance(x, dict) for x in both): return config
     return config | dict(algo_kw={}, cl_kw=joined(*both))
 
 def joined(
