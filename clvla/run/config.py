@@ -9,7 +9,7 @@ __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'PAGES', 'VISIBLE', 'CHOSEN', 'RunConfig'
            'papermill_command', 'work_in_project', 'page_begins', 'check_values', 'check_most', 'check_settings',
            'check_machine', 'check_workers', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus',
            'use_gpus', 'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve', 'identity',
-           'differences', 'read_config', 'refuse_twice', 'given_twice']
+           'differences', 'read_config', 'refuse_twice', 'page_config', 'given_twice']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, math, os, sys
@@ -22,7 +22,7 @@ from ..core.names import closest
 from ..core.pictures import check_pixels
 from ..core.plugins import load_plugins
 from ..core.processes import memory_gb
-from .all import configs
+from .all import checks, configs
 
 # %% ../../nbs/run/07_config.ipynb #b0700007
 @dataclass(frozen=True, kw_only=True)
@@ -520,6 +520,16 @@ def refuse_twice():
     try: twice = given_twice(papermill_command(), f"/proc/{os.getppid()}/cwd")
     except (OSError, ValueError): return
     if twice: raise ValueError(f"given twice: {', '.join(twice)}; papermill would keep the last one, so give each once")
+
+def page_config(
+    cls,        # the config's class
+    names:dict, # `globals()` of the page
+    seen:set    # names that were there before the parameters cell
+)->tuple:       # the resolved config, and what the run is about: a `Stream`, or of an agent its `Experiment` and `Spaces`
+    "What a page asks for; ValueError for what nobody knows, before anything is made."
+    refuse_twice()
+    cfg = resolve(from_page(cls, names, seen))
+    return cfg,checks[cfg.learner](cfg)   # imports torch: what the line above refuses is refused sooner
 
 def given_twice(
     command:list, # words of a papermill command
