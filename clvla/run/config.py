@@ -9,14 +9,14 @@ __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'PAGES', 'VISIBLE', 'CHOSEN', 'RunConfig'
            'papermill_command', 'work_in_project', 'page_begins', 'check_values', 'check_most', 'check_settings',
            'check_machine', 'check_workers', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus',
            'use_gpus', 'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve', 'identity',
-           'differences', 'read_config', 'refuse_twice', 'page_config', 'given_twice']
+           'differences', 'read_config', 'refuse_twice', 'given_twice', 'files_of', 'fitted', 'page_config']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, math, os, sys
 from ast import literal_eval
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from ..core.config import config_from, config_json, short_form, stored_config
+from ..core.config import config_from, config_json, long_form, short_form, stored_config
 from ..core.files import expanded, read_json
 from ..core.names import closest
 from ..core.pictures import check_pixels
@@ -229,7 +229,9 @@ NOT_PARAMETERS = ("seen", "In", "Out", "exit", "quit")
 def from_page(
     cls,        # the config's class
     names:dict, # `globals()` of the page
-    seen:set    # names that were there before the parameters cell
+    seen:set,   # names that were there before the parameters cell
+    file=(),    # name -> value, of a parameters file
+    beside=()   # names that are given beside it
 ):              # an instance of `cls`
     "Build a config from what a page's parameters cells defined; once a pass."
     if "_parameters" in names:
@@ -237,7 +239,7 @@ def from_page(
                          "so that a parameter which you took out is not taken once more")
     given = {k: v for k,v in names.items() if k not in seen and not k.startswith("_") and k not in NOT_PARAMETERS}
     names["_parameters"] = tuple(given)
-    return make_config(cls, given)
+    return make_config(cls, fitted(cls, given, file, beside) if file else given)
 
 # %% ../../nbs/run/07_config.ipynb #f8de633c
 def cl_parts(
@@ -521,16 +523,6 @@ def refuse_twice():
     except (OSError, ValueError): return
     if twice: raise ValueError(f"given twice: {', '.join(twice)}; papermill would keep the last one, so give each once")
 
-def page_config(
-    cls,        # the config's class
-    names:dict, # `globals()` of the page
-    seen:set    # names that were there before the parameters cell
-)->tuple:       # the resolved config, and what the run is about: a `Stream`, or of an agent its `Experiment` and `Spaces`
-    "What a page asks for; ValueError for what nobody knows, before anything is made."
-    refuse_twice()
-    cfg = resolve(from_page(cls, names, seen))
-    return cfg,checks[cfg.learner](cfg)   # imports torch: what the line above refuses is refused sooner
-
 def given_twice(
     command:list, # words of a papermill command
     folder="."    # in which it was called
@@ -546,6 +538,67 @@ def given_twice(
 
 def _repeated(yaml, text:str, where:str)->list:
     "Keys at the top of a YAML text that stand there twice."
-    node = yaml.compose(text)
-    keys = [key.value for key,_ in node.value] if isinstance(node, yaml.MappingNode) else []
+    keys = _keys(yaml, text)
     return [f"{key} in {where}" for key in dict.fromkeys(keys) if keys.count(key) > 1]
+
+def _keys(yaml, text:str)->list:
+    "Keys at the top of a YAML text."
+    node = yaml.compose(text)
+    return [key.value for key,_ in node.value] if isinstance(node, yaml.MappingNode) else []
+
+# %% ../../nbs/run/07_config.ipynb #67405c9b
+def files_of(
+    command:list, # words of a papermill command
+    folder="."    # in which it was called
+)->tuple:         # name -> value, of its parameters files; names that are given beside them
+    "What a papermill command takes from files, and what it says itself."
+    import yaml
+    in_files,beside = {},set()
+    for option,word in zip(command, command[1:]):
+        if option in ("-f", "--parameters_file"): in_files |= yaml.safe_load(Path(folder, word).read_text()) or {}
+        if option in ("-y", "--parameters_yaml"): beside |= {*_keys(yaml, word)}
+        if option in ("-p", "--parameters", "-r", "--parameters_raw"): beside.add(word)
+    return in_files,beside
+
+def fitted(
+    cls,        # a config's class
+    given:dict, # name -> value, all that a page was given
+    file:dict,  # name -> value, of the parameters file
+    beside=(),  # names that are given beside the file
+    say=print   # told what is left out
+)->dict:        # as `given`
+    "What is given, without settings of the file's method or policy that those given beside it lack."
+    types = {f.name: f.type for f in fields(cls)}
+    alone = {k for k in given if k in file and k not in beside}
+    if not alone: return given
+    values = lambda d: long_form(dict(learner=cls.learner) | {k: value_of(k, v, types[k]) if k in types else v for k,v in d.items()})
+    theirs,ours = values({k: given[k] for k in alone}),values({k: v for k,v in given.items() if k not in alone})
+    now = theirs | ours | {k: v for k in ("algo", "cl") if (v := ours.get(k) or theirs.get(k))}
+    before,after = cls.settings(values(file)),cls.settings(now)
+    dropped = [k for k in alone if k not in types and _has(before, k) and not _has(after, k)]
+    now = {k: v for k,v in now.items() if k not in dropped}
+    for field in {place.partition(".")[0] for place in before} & {k for k in theirs if isinstance(theirs[k], dict)}:
+        lacks = [k for k in theirs[field] if _has(before, k, field) and not _has(after, k, field)]
+        now[field] = {k: v for k,v in theirs[field].items() if k not in lacks} | ours.get(field, {})
+        dropped += lacks
+    if dropped:
+        others = {who for who,_ in before.values()} - {who for who,_ in after.values()}
+        say(f"{', '.join(sorted(dropped))} of the parameters file: of {' and '.join(sorted(others))}, which is not in this run; left out")
+    return now
+
+def _has(places:dict, name:str, field:str="")->bool:
+    "Whether a setting, or a part with settings, is among the places of a field, or of all fields."
+    of = {place: names for place,(_,names) in places.items() if not field or place.partition(".")[0] == field}
+    return any(name in names or field and place == f"{field}.{name}" for place,names in of.items())
+
+def page_config(
+    cls,        # the config's class
+    names:dict, # `globals()` of the page
+    seen:set    # names that were there before the parameters cell
+)->tuple:       # the resolved config, and what the run is about: a `Stream`, or of an agent its `Experiment` and `Spaces`
+    "What a page asks for; ValueError for what nobody knows, before anything is made."
+    refuse_twice()
+    try: file,beside = files_of(papermill_command(), f"/proc/{os.getppid()}/cwd")
+    except (OSError, ValueError): file,beside = {},()
+    cfg = resolve(from_page(cls, names, seen, file, beside))
+    return cfg,checks[cfg.learner](cfg)   # imports torch: what the line above refuses is refused sooner
