@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ASKED', 'SUITE', 'SMOKE', 'SMOKE_STEPS', 'SMOKE_ALGO', 'resolve_practice', 'PracticeSettings', 'algo_for',
-           'PracticeConfig', 'named_method', 'one_suite', 'absolute_token', 'small_practice', 'two_of', 'base_config']
+           'PracticeConfig', 'named_method', 'one_suite', 'absolute_token', 'small_practice', 'smoke_suite',
+           'base_config']
 
 # %% ../../nbs/rl/20_config.ipynb #c2000002
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +16,7 @@ from ..core.plugins import load_plugins
 from .all import method_for, methods
 from ..run.config import cl_parts, identity, resolve, settings_of, stream_name
 from ..run.plugins import plugins_of
-from ..train.config import TrainConfig, check_suite, stream_for, suits_of
+from ..train.config import TrainConfig, check_suite, stream_for, suits_of, two_of
 
 # %% ../../nbs/rl/20_config.ipynb #c2000007
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +109,14 @@ def absolute_token(cfg:PracticeConfig)->PracticeConfig:
 def small_practice(cfg:PracticeConfig)->PracticeConfig:
     "A smoke run: no number larger than those of `SMOKE` and `SMOKE_ALGO`."
     if not cfg.smoke: return cfg
-    small = {k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()} | dict(suite=two_of(cfg))
+    small = {k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()} | dict(suite=smoke_suite(cfg))
     few = {k: min(v, cfg.algo_kw.get(k, v)) for k,v in SMOKE_ALGO.items() if k in settings_of(methods[cfg.algo])}
     return replace(cfg, **small, algo_kw=cfg.algo_kw | few)
 
-def two_of(cfg:PracticeConfig):
-    "The suite of a smoke run: two tasks at most, as in imitation, and episodes of `SMOKE_STEPS` at most."
+def smoke_suite(cfg:PracticeConfig):
+    "Two tasks at most, as in imitation, and evaluations of `SMOKE_STEPS` steps at most."
     stream = stream_for(cfg)
-    two,suite = stream.tasks[:2],{}
-    if len(stream.tasks) > 2: suite["tasks"] = [task.id for task in two]
-    limits = [(task.eval_env or task.env or {}).get("max_steps", 0) for task in two]
-    if min(limits) and max(limits) > SMOKE_STEPS: suite["eval_env"] = dict(max_steps=min(SMOKE_STEPS, *limits))
-    return dict(base=cfg.suite, **suite, name=f"{stream.name}-smoke") if suite else cfg.suite
+    return two_of(cfg.suite, stream.name, stream.tasks[:2], len(stream.tasks) <= 2, SMOKE_STEPS)
 
 # %% ../../nbs/rl/20_config.ipynb #c200000e
 def base_config(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OWN', 'FILLED', 'CL', 'BEGIN', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings',
            'TrainConfig', 'check_suite', 'stream_for', 'suits_of', 'default_cl', 'absolute_suite', 'suited', 'smaller',
-           'absolute_init', 'check_batch']
+           'two_of', 'absolute_init', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
@@ -204,6 +204,20 @@ def smaller(cfg:TrainConfig)->TrainConfig:
     "A smoke run: no number larger than those of `SMOKE`."
     small = SMOKE | (dict(look_every=4, look_trials=2) if cfg.patience else {})
     return replace(cfg, **{k: min(v, getattr(cfg, k)) for k,v in small.items()}) if cfg.smoke else cfg
+
+def two_of(
+    suite,      # of the settings
+    name:str,   # of its stream
+    tasks:list, # those of it that are kept
+    whole:bool, # whether these are all of them
+    most:int,   # steps of an episode
+    where=("eval_env",) # where episodes are ended early: at evaluation, or in `env` too
+):
+    "The suite of a smoke run: these tasks alone, and short episodes where the tasks say how long theirs are."
+    small = {} if whole else dict(tasks=[task.id for task in tasks])
+    limits = [(task.eval_env or task.env or {}).get("max_steps", 0) for task in tasks]
+    if min(limits) and max(limits) > most: small |= {field: dict(max_steps=min(most, *limits)) for field in where}
+    return dict(base=suite, **small, name=f"{name}-smoke") if small else suite
 
 def absolute_init(cfg:TrainConfig)->TrainConfig:
     "The checkpoint that a run starts from, as an absolute path."
