@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets clvla up on a fresh Linux machine and runs it.
-#   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/page.ipynb -p algo mir
+#   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/page.ipynb -p cl mir
 #   ./clvla.sh test [pytest options]     all tests and every notebook of the library
 #   ./clvla.sh lab [jupyter options]     JupyterLab on copies of the experiment pages in runs/pages, and on nbs/ beside them
 #   ./clvla.sh setup                     only make the environment
@@ -69,7 +69,7 @@ command=${1:-help}; shift || true
 case "$command" in
   setup) setup ;;
   run) setup; mkdir -p runs
-    if [ $# = 0 ]; then set -- -p algo mir; fi
+    if [ $# = 0 ]; then set -- -p cl mir; fi
     "$ENV_DIR/bin/papermill" --log-output --no-progress-bar nbs/run_cl.ipynb runs/page.ipynb "$@"
     say "the executed page is runs/page.ipynb; the results are in the run folder that it names" ;;
   test) setup; "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \

@@ -89,7 +89,7 @@ def test_later_evaluations_are_compared_as_runs_are(runs_dir):
         few = [r for r in map(json.loads, (at.parents[1]/"episodes.jsonl").read_text().splitlines()) if r["trial"] < 5]
         (at/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in few)); write_json(at/"config.json", dict(n_trials=5))
     runs = read_runs(f"{runs_dir}/*/evals/*"); p = paired_table(group(runs), "sequential", 50)
-    assert p.pairs.tolist() == [15] and {r.config["algo"] for r in runs} == {"er", "sequential"}
+    assert p.pairs.tolist() == [15] and {r.config["cl"] for r in runs} == {"er", "sequential"}
     with pytest.raises(ValueError, match="differ in evaluation"): group([runs[0], read_run(runs_dir/"er-s1")])
 
 

@@ -23,7 +23,7 @@ MAY = dict(core=set(), data=set(), envs={"data"}, cl=set(), policies=set(), eval
 LAZY = {
     ("clvla.run.__main__", "clvla.run.shell"): ("torch", "the process that starts the ranks of a run needs no torch"),
     ("clvla.rl.config", "clvla.cl.base"): ("torch", "a page reads and refuses settings in a second"),
-    ("clvla.rl.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
+    ("clvla.run.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.train.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.train.config", "clvla.policies.all"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.data.mixtures", "clvla.data.lerobot"): ("fastcore", "a simulator with an interpreter of its own has numpy only"),

@@ -393,17 +393,17 @@ def parameters(name="libero_goal"):
 def test_protocol_is_made_of_parameters_of_run_cl(name):
     from clvla.run.config import from_page
     names = parameters(name); cfg = from_page(TrainConfig, dict(names), set())
-    given = {**vars(cfg), **cfg.algo_kw}   # a parameter that is no field goes to the algorithm that has it
-    assert {k: given[k] for k in names if k != "algo_kw"}|{"algo_kw": {k: given[k] for k in names["algo_kw"]}} == names
+    given = {**vars(cfg), **cfg.cl_kw}   # a parameter that is no field goes to the algorithm that has it
+    assert {k: given[k] for k in names if k != "cl_kw"}|{"cl_kw": {k: given[k] for k in names["cl_kw"]}} == names
     suite = suite_of(name); s = make_stream(cfg.suite); assert [o.name for o in s.tasks] == list(SUITES[suite]) and s.name == suite
     assert all(o.env == dict(kind="libero", suite=suite, name=o.name, max_steps=PROTOCOLS[name], cameras=["front", "wrist"], protocol="published") for o in s.tasks)
     assert (cfg.n_trials, given["buffer_size"], given["replay_ratio"], given["sampling"], cfg.steps_per_task) == (50, 1000, .5, "balanced", 10_000)
-    assert (cfg.algo, cfg.algo_kw.get("refresh")) == (("er", None) if name.endswith("_er") else ("mir", 50))
+    assert (cfg.cl, cfg.cl_kw.get("refresh")) == (("er", None) if name.endswith("_er") else ("mir", 50))
 
 
 def test_protocols_differ_in_what_their_names_say():
     goal, er, ten = map(parameters, PROTOCOLS)
-    assert {k for k in goal if goal[k] != er[k]} == {"algo", "algo_kw"} and {k for k in goal if goal[k] != ten[k]} == {"suite"}
+    assert {k for k in goal if goal[k] != er[k]} == {"cl", "cl_kw"} and {k for k in goal if goal[k] != ten[k]} == {"suite"}
     assert goal.keys() == er.keys() == ten.keys()
 
 

@@ -229,7 +229,7 @@ def test_the_reference_protocol_runs_from_end_to_end(tmp_path):
     from clvla.train.learner import train_cl
     file = Path(__file__).resolve().parents[1]/"nbs/protocols/libero_goal.yaml"
     d = read_yaml_file(str(file)); d["suite"] = d["suite"] | dict(tasks=["goal-turn-on-stove", "goal-put-cream-cheese-in-bowl"])
-    d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100); d["suite"]["eval_env"] = dict(max_steps=16); d["algo_kw"] = d["algo_kw"] | dict(refresh=4)   # of 12 updates a task
+    d["suite"]["env"] = d["suite"]["env"] | dict(max_steps=100); d["suite"]["eval_env"] = dict(max_steps=16); d["cl_kw"] = d["cl_kw"] | dict(refresh=4)   # of 12 updates a task
     small = dict(smoke=True, n_demos=1, n_trials=1, model="qwengr00t-tiny", image_size=48, lora_rank=2, precision="no", evaluate="lower",
                  n_workers=1, run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))
     run = train_cl(from_page(TrainConfig, d | small, set()), say=lambda line: None)

@@ -50,7 +50,7 @@ def home(tmp_path_factory):
 
 
 LOADERS = {  # file, how it is read, dicts in it that belong to others
-    "config": ("run/config.json", lambda f: read_config(f.parent), ("algo_kw", "model_kw", "lr_of")),
+    "config": ("run/config.json", lambda f: read_config(f.parent), ("algo_kw", "cl_kw", "model_kw", "lr_of")),
     "policy": ("plain/policy.json", lambda f: load_policy(f.parent), ()),
     "lora": ("lora/policy.json", lambda f: load_policy(f.parent), ()),
     "stream": ("stream.json", lambda f: stream_from(read_json(f), f), ("env", "source")),

@@ -97,7 +97,7 @@ def test_the_other_pages(folder):
 def test_no_later_name_of_a_page_is_a_parameter(name):
     "Such a name would be there before the parameters cell of a second pass, and not be taken."
     cells = ["".join(c["source"]) for c in json.loads((ROOT/f"nbs/{name}.ipynb").read_text())["cells"] if c["cell_type"] == "code"]
-    k = next(k for k, c in enumerate(cells) if "from_page(" in c and "page_begins(" not in c)
+    k = next(k for k, c in enumerate(cells) if ("from_page(" in c or "page_config(" in c) and "page_begins(" not in c)
     given = {n.id for c in cells[k:] for n in ast.walk(ast.parse(c)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     given |= {a.asname or a.name for c in cells[k:] for n in ast.walk(ast.parse(c)) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
     parameters = {"run_cl": TrainConfig, "run_rl": PracticeConfig, "run_crl": AgentConfig, "eval_cl": EvalConfig, "compare": CompareConfig}[name]

@@ -90,7 +90,7 @@ def test_one_file_reaches_every_process_and_compare_shows_its_metric(lab, regist
     out = papermill("run_cl", tmp/"page.ipynb", env, run_dir=run_dir, plugins=plugins, num_processes=2, **SETTINGS)
     assert out.returncode == 0, out.stderr[-3000:]
     cfg = read_json(run_dir/"config.json")
-    assert cfg["algo_kw"] == {"shake": .2} and cfg["model_kw"] == {"D": 32} and cfg["image_size"] == 32
+    assert cfg["cl_kw"] == {"shake": .2} and cfg["model_kw"] == {"D": 32} and cfg["image_size"] == 32
     notes = [json.loads(line) for line in (tmp/"notes.jsonl").read_text().splitlines()]
     assert {role(n) for n in notes} >= {"page", "rank", "rank 0", "rank 1", "demonstrations", "simulator"}, {role(n) for n in notes}
     assert all(all(n["names"]) for n in notes) and len({n["pid"] for n in notes}) >= 6

@@ -217,7 +217,7 @@ def test_the_page_lists_every_parameter_where_papermill_looks_for_it():
     from clvla.train.config import FILLED
     listed = set(inspect_notebook(ROOT/"nbs/run_cl.ipynb"))
     fields_ = {f.name for f in fields(TrainConfig)}
-    settings = {k for kind, menu in (("algo_kw", algos), ("model_kw", policies)) for name in menu for k in settings_of(menu[name], FILLED[kind])}
+    settings = {k for given, menu in ((("seed",), algos), (FILLED, policies)) for name in menu for k in settings_of(menu[name], given)}
     assert not (fields_ | settings) - listed
 
 
@@ -234,8 +234,8 @@ def test_an_older_run_goes_on(data, tmp_path, done):
     save_state(first/"state.safetensors", state | dict(algo=algo))
     files = {p.name: dict(sha256=sha256(p), bytes=p.stat().st_size) for p in sorted(first.iterdir()) if p.name != "manifest.json"}
     write_json(first/"manifest.json", read_json(first/"manifest.json") | dict(files=files))
-    stored = {k: v for k, v in read_json(run.path/"config.json").items() if k not in ("learner", "plugins", "algo_kw", "lr_of", "prefetch")}
-    write_json(run.path/"config.json", stored | dict(replay_ratio=.5, buffer_size=None, algo_kw={}))
+    stored = {k: v for k, v in read_json(run.path/"config.json").items() if k not in ("learner", "plugins", "algo_kw", "lr_of", "prefetch", "cl", "cl_kw")}
+    write_json(run.path/"config.json", stored | dict(algo="er", replay_ratio=.5, buffer_size=None, algo_kw={}))
     (run.path/"done.json").unlink()
     again = train_cl(cfg)
     weights = lambda r: sha256(checkpoints(r.path/"checkpoints")[-1]/"weights.safetensors")

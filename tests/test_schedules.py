@@ -10,7 +10,7 @@ import pytest
 from clvla.cl.all import algos, make_algo, split_settings
 from clvla.cl.compose import Compose
 from clvla.cl.quick import quick_run, quick_stream
-from clvla.core.config import config_from, config_json
+from clvla.core.config import config_from, config_json, short_form
 from clvla.core.files import read_json, write_json
 from clvla.core.records import read_jsonl
 from clvla.eval.compare import ADDED, CONTROLS, group, read_run
@@ -56,15 +56,15 @@ def test_every_kept_run_is_still_that_of_its_resolved_config(tmp_path):
 def test_a_later_setting_is_left_out_of_the_identity_only_where_it_has_its_default():
     cfg = TrainConfig()
     later = table(TrainConfig, "ADDED")
-    assert set(later) == {"schedule", "along", "patience", "look_every", "look_trials", "lora_dropout", "lora_init", "accept"} and not set(later) & set(identity(cfg))
+    assert set(later) == {"schedule", "along", "patience", "look_every", "look_trials", "lora_dropout", "lora_init", "accept", "cl", "cl_kw"} and not set(later) & set(identity(cfg))
     assert identity(replace(cfg, along="continue"))["along"] == "continue"
     stored = {k: v for k, v in config_json(cfg).items() if k not in later}
     assert differences(stored, cfg) == [] and differences(stored, replace(cfg, schedule="linear")) == ["schedule: 'cosine' -> 'linear'"]
 
 
 def test_compare_fills_in_what_older_runs_did():
-    defaults = {k: getattr(TrainConfig, k) for k in (*CONTROLS, *table(TrainConfig, "ADDED"))}
-    assert ADDED == defaults
+    defaults = {k: getattr(TrainConfig, k) for k in (*CONTROLS, *table(TrainConfig, "ADDED")) if k not in ("cl", "cl_kw")}
+    assert ADDED == defaults | dict(cl="none", cl_kw={})   # of practice and agents; imitation's is written out (`long_form`)
 
 
 # --- schedules
@@ -120,7 +120,7 @@ def test_a_folder_from_before_the_settings_goes_on(data, tmp_path):
     cfg = config(data, tmp_path/"old", algo="er")
     run = train_cl(cfg, say=len)
     before = fingerprint(run.path)
-    write_json(run.path/"config.json", {k: v for k, v in read_json(run.path/"config.json").items() if k not in table(TrainConfig, "ADDED")})
+    write_json(run.path/"config.json", {k: v for k, v in short_form(read_json(run.path/"config.json")).items() if k not in table(TrainConfig, "ADDED")})
     (run.path/"done.json").unlink()
     said = []
     assert fingerprint(train_cl(cfg, say=said.append).path) == before and any("continued" in line for line in said)
@@ -175,7 +175,7 @@ def test_what_cannot_be_combined_ends_before_anything_is_made(data, tmp_path, kw
 def test_one_run_has_one_config_however_its_settings_are_given(data, tmp_path):
     ways = [dict(algo_kw=dict(replay_ratio=.5, lam=2)), dict(algo_kw=dict(er=dict(replay_ratio=.5), lam=2)), dict(algo_kw=dict(ewc=dict(lam=2), er=dict(replay_ratio=.5)))]
     cfgs = [config(data, tmp_path/"run", algo=name, **kw) for kw in ways for name in ("er+ewc", "er + ewc")]
-    assert all(cfg == cfgs[0] for cfg in cfgs) and cfgs[0].algo_kw == dict(er=dict(replay_ratio=.5), ewc=dict(lam=2))
+    assert all(cfg == cfgs[0] for cfg in cfgs) and cfgs[0].cl_kw == dict(er=dict(replay_ratio=.5), ewc=dict(lam=2))
     assert Path(resolve(replace(cfgs[0], run_dir="")).run_dir).name == "dot_2-er+ewc-tiny-s0"
-    assert json.loads(json.dumps(identity(cfgs[0])))["algo_kw"] == cfgs[0].algo_kw
+    assert json.loads(json.dumps(identity(cfgs[0])))["algo_kw"] == cfgs[0].cl_kw   # the short form, as older runs have it
     assert split_settings("er", dict(replay_ratio=.5)) == dict(er=dict(replay_ratio=.5))

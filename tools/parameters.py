@@ -27,7 +27,7 @@ def groups_and_menus(page):
     if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw=cl_methods, runner_kw=runners)   # agents have no policy
     shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
     if page == "run_rl": return (PracticeConfig, PracticeSettings, *shared), dict(algo_kw=methods, model_kw=policies, cl_kw=algos)
-    return shared, dict(algo_kw=algos, model_kw=policies)
+    return shared, dict(cl_kw=algos, model_kw=policies)
 
 
 def fields_with_help(groups):
@@ -42,11 +42,11 @@ def settings_with_owner(menus):
     "Name, default and owners of every setting of the algorithms, policies and methods that come with the library."
     from clvla.run.config import arguments, settings_of
     from clvla.train.config import FILLED
-    owners, filled = {}, FILLED | dict(runner_kw=("cfg", "exp"))   # arguments that the run gives
+    owners, filled = {}, dict(model_kw=FILLED, runner_kw=("cfg", "exp"))   # arguments that the run gives
     for kind, menu in menus.items():
         for name in menu:
             defaults = {p.name: p.default for p in arguments(menu[name])}
-            for setting in settings_of(menu[name], filled.get(kind, ())):
+            for setting in settings_of(menu[name], filled.get(kind, ("seed",))):
                 owners.setdefault(setting, []).append((name, defaults[setting]))
     for setting, given in owners.items():
         same = all(default == given[0][1] for _, default in given)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from ..core.config import long_form
 from ..core.names import closest
 from ..core.files import read_json
 from clvla.eval.metrics import (JOINT, SuccessMatrix, from_records, measure_records, of_matrix, plain, read_records,
@@ -27,7 +28,7 @@ REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "vi
 CONTROLS = ("blind", "deaf") # settings that a group's name shows where they are True
 # what runs did before these settings were added
 ADDED = dict(blind=False, deaf=False, schedule="cosine", along="restart", patience=0, look_every=0, look_trials=10,
-             lora_dropout=0., lora_init="kaiming", accept="")
+             lora_dropout=0., lora_init="kaiming", accept="", cl="none", cl_kw={})
 
 @dataclass(frozen=True)
 class Run:
@@ -98,14 +99,16 @@ def run_from(
 )->Run:
     "A run from what its folder holds."
     envs = {t["id"]: t.get("eval_env") or t.get("env") for t in stream["tasks"]}
-    return Run(path, ADDED | config, tuple(stream["stages"]), columns(stream), records, cost, envs)
+    return Run(path, ADDED | long_form(config), tuple(stream["stages"]), columns(stream), records, cost, envs)
 
 # %% ../../nbs/eval/08_compare.ipynb #5e9bdf38
 def label(run:Run, by)->str:
     "The name of a run's group: its values of the settings in `by`, and the controls that it was trained with."
     for k in by:
         if k not in run.config: raise ValueError(f"{run.path}: config has no setting {k!r}{closest(k, run.config)}")
-    words = [str(run.config[k]) if k == "algo" else f"{k}={run.config[k]}" for k in by]
+    algo = run.config.get("algo")
+    name = run.config.get("cl") if algo == "imitation" else algo
+    words = [str(name) if k == "algo" else f"{k}={run.config[k]}" for k in by]
     return " ".join(words + [k for k in CONTROLS if k not in by and run.config.get(k)])
 
 def group(

@@ -5,29 +5,34 @@
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'PAGES', 'VISIBLE', 'CHOSEN', 'RunConfig', 'table', 'hosts', 'world_of', 'threads_of',
            'typed', 'literal', 'value_of', 'make_config', 'settings_at', 'a_dict', 'put_setting', 'owner_of', 'way_to',
-           'settings_of', 'arguments', 'setting_value', 'from_page', 'papermill_command', 'work_in_project',
-           'page_begins', 'check_values', 'check_most', 'check_settings', 'check_machine', 'check_workers',
-           'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus', 'use_gpus', 'with_folders',
-           'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice']
+           'settings_of', 'arguments', 'setting_value', 'from_page', 'cl_parts', 'cl_settings', 'sorted_cl',
+           'papermill_command', 'work_in_project', 'page_begins', 'check_values', 'check_most', 'check_settings',
+           'check_machine', 'check_workers', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus',
+           'use_gpus', 'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve', 'identity',
+           'differences', 'read_config', 'refuse_twice', 'given_twice', 'files_of', 'fitted', 'page_config']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import inspect, math, os, sys
 from ast import literal_eval
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from ..core.config import config_from, config_json, stored_config
+from ..core.config import config_from, config_json, long_form, short_form, stored_config
 from ..core.files import expanded, read_json
 from ..core.names import closest
 from ..core.pictures import check_pixels
 from ..core.plugins import load_plugins
 from ..core.processes import memory_gb
-from .all import configs
+from .all import checks, configs
 
 # %% ../../nbs/run/07_config.ipynb #b0700007
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     "Settings of a run as a folder and as processes."
     learner:str = "imitation"   # what is learnt, a key of `run.all.learners`
+    algo:str = ""               # how it is learnt, a key of the learner's own menu
+    algo_kw:dict = field(default_factory=dict) # settings of `algo`
+    cl:str = "none"             # against forgetting: none, a key of `cl.all.algos`, or several with + between them
+    cl_kw:dict = field(default_factory=dict)   # settings of `cl`
     seed:int = 0                # every generator of the run derives from it; 0 or more
     smoke:bool = False          # a run of seconds: does everything work together?
     run_dir:str = ""            # folder of results
@@ -50,7 +55,7 @@ class RunConfig:
     # above these a run could not end, or no machine could hold it
     MOST = dict(timeout=525_600, num_processes=10_000, keep=10**6, save_every=10**12)
     # settings that change no number: only these may differ when a run is continued
-    ADDED = ()   # settings that were added later; their default does what older versions did
+    ADDED = ("cl", "cl_kw")   # settings that were added later; their default does what older versions did
     FREE = ("run_dir", "data_dir", "plugins", "trust", "machines", "timeout", "detached", "save_every", "save_minutes", "keep",
             "keep_tasks", "gpus")
     POSITIVE = ("num_processes", "timeout", "keep")
@@ -61,9 +66,18 @@ class RunConfig:
     @classmethod
     def of(cls, **given): return make_config(cls, given)
     @classmethod
-    def settings(cls, given:dict)->dict: return {}
+    def menu(cls): return {}   # what `algo` is a key of; {}: there is nothing to choose
+    @classmethod
+    def settings(cls, given:dict)->dict:
+        menu,algo = cls.menu(),given.get("algo", cls.algo)
+        own = settings_of(menu[algo], ("seed",)) if menu else {}
+        return dict(algo_kw=(f"algo {algo!r}", own)) | cl_settings(given.get("cl", cls.cl))
+    @classmethod
+    def steps(cls)->tuple: return ()   # of `resolve`
     @classmethod
     def converted(cls, stored:dict)->dict: return stored
+    @property
+    def title(self)->str: return self.algo + f"-{self.cl}"*(self.cl != "none")   # in the name of the run's folder
 
 # %% ../../nbs/run/07_config.ipynb #b0700009
 def table(
@@ -215,7 +229,9 @@ NOT_PARAMETERS = ("seen", "In", "Out", "exit", "quit")
 def from_page(
     cls,        # the config's class
     names:dict, # `globals()` of the page
-    seen:set    # names that were there before the parameters cell
+    seen:set,   # names that were there before the parameters cell
+    file=(),    # name -> value, of a parameters file
+    beside=()   # names that are given beside it
 ):              # an instance of `cls`
     "Build a config from what a page's parameters cells defined; once a pass."
     if "_parameters" in names:
@@ -223,7 +239,34 @@ def from_page(
                          "so that a parameter which you took out is not taken once more")
     given = {k: v for k,v in names.items() if k not in seen and not k.startswith("_") and k not in NOT_PARAMETERS}
     names["_parameters"] = tuple(given)
-    return make_config(cls, given)
+    return make_config(cls, fitted(cls, given, file, beside) if file else given)
+
+# %% ../../nbs/run/07_config.ipynb #f8de633c
+def cl_parts(
+    cl:str # of the settings
+)->list:   # names in the menu of algorithms
+    "The algorithms that a text names; none of them for \"none\"."
+    if cl == "none": return []
+    from clvla.cl.all import parts_of
+    return parts_of(cl)
+
+def cl_settings(
+    cl:str # of the settings
+)->dict:   # place -> owner, {setting: type}
+    "What may be set of the algorithms that a text names."
+    parts = cl_parts(cl)
+    if not parts: return dict(cl_kw=("cl 'none'", {}))
+    from clvla.cl.all import algos
+    place = lambda part: "cl_kw" if len(parts) == 1 else f"cl_kw.{part}"
+    return {place(p): (f"cl {p!r}", settings_of(algos[p], ("seed",))) for p in parts}
+
+def sorted_cl(cfg:RunConfig)->RunConfig:
+    "A step of `resolve`: the settings of several algorithms under their names, so that one run has one config."
+    a_dict("cl_kw", cfg.cl_kw)
+    if len(parts := cl_parts(cfg.cl)) < 2: return cfg
+    from clvla.cl.all import split_settings
+    split = {part: own for part,own in split_settings(cfg.cl, cfg.cl_kw).items() if own}
+    return replace(cfg, cl="+".join(parts), cl_kw=split)
 
 # %% ../../nbs/run/07_config.ipynb #90ef5d65
 PAGES = ("nbs", "runs/pages")   # folders of the project that hold experiment pages
@@ -407,13 +450,39 @@ def with_folders(
     return replace(cfg, run_dir=path(cfg.run_dir or f"runs/{name}", "run_dir"), data_dir=path(data, "data_dir"),
                    plugins=[path(p, "plugins") if p.endswith(".py") else p for p in cfg.plugins])
 
+def stream_name(
+    suite # a name, a folder, an inline stream, or a list
+)->str:   # for the name of a folder
+    "Name of a suite for a folder: its own, its base's, or \"stream\"."
+    while isinstance(suite, dict): suite = suite.get("name") or suite.get("base")
+    return Path(suite).name if isinstance(suite, (str, Path)) else "stream"
+
+def folder_name(
+    cfg:RunConfig # of a learner
+)->str:
+    "Name of a run's folder where none was given; ValueError for `blind` or `deaf` that is not True or False."
+    controls = [f"-{k}" for k in ("blind", "deaf") if typed(k, vars(cfg).get(k, False), bool)]
+    return f"{stream_name(cfg.suite)}-{cfg.title}-s{cfg.seed}" + "".join(controls) + "-smoke"*cfg.smoke
+
+def in_own_folder(cfg:RunConfig)->RunConfig:
+    "Fill in the folders of a run."
+    return with_folders(cfg, folder_name(cfg))
+
+# %% ../../nbs/run/07_config.ipynb #6c8bb1da
+def resolve(
+    cfg:RunConfig # as the page gave it
+)->RunConfig:
+    "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
+    for step in cfg.steps(): cfg = step(cfg)
+    return cfg
+
 # %% ../../nbs/run/07_config.ipynb #b070001a
 def identity(cfg:RunConfig)->dict:
     "The settings that decide what a run computes, without those of `ADDED` that have their default."
     cls = type(cfg)
     default = config_json(cls())
     added = lambda k, v: k in table(cls, "ADDED") and v == default[k]
-    return {k: v for k,v in config_json(cfg).items() if k not in table(cls, "FREE") and not added(k, v)}
+    return short_form({k: v for k,v in config_json(cfg).items() if k not in table(cls, "FREE") and not added(k, v)})
 
 def differences(
     old:dict,   # stored config
@@ -469,6 +538,67 @@ def given_twice(
 
 def _repeated(yaml, text:str, where:str)->list:
     "Keys at the top of a YAML text that stand there twice."
-    node = yaml.compose(text)
-    keys = [key.value for key,_ in node.value] if isinstance(node, yaml.MappingNode) else []
+    keys = _keys(yaml, text)
     return [f"{key} in {where}" for key in dict.fromkeys(keys) if keys.count(key) > 1]
+
+def _keys(yaml, text:str)->list:
+    "Keys at the top of a YAML text."
+    node = yaml.compose(text)
+    return [key.value for key,_ in node.value] if isinstance(node, yaml.MappingNode) else []
+
+# %% ../../nbs/run/07_config.ipynb #67405c9b
+def files_of(
+    command:list, # words of a papermill command
+    folder="."    # in which it was called
+)->tuple:         # name -> value, of its parameters files; names that are given beside them
+    "What a papermill command takes from files, and what it says itself."
+    import yaml
+    in_files,beside = {},set()
+    for option,word in zip(command, command[1:]):
+        if option in ("-f", "--parameters_file"): in_files |= yaml.safe_load(Path(folder, word).read_text()) or {}
+        if option in ("-y", "--parameters_yaml"): beside |= {*_keys(yaml, word)}
+        if option in ("-p", "--parameters", "-r", "--parameters_raw"): beside.add(word)
+    return in_files,beside
+
+def fitted(
+    cls,        # a config's class
+    given:dict, # name -> value, all that a page was given
+    file:dict,  # name -> value, of the parameters file
+    beside=(),  # names that are given beside the file
+    say=print   # told what is left out
+)->dict:        # as `given`
+    "What is given, without settings of the file's method or policy that those given beside it lack."
+    types = {f.name: f.type for f in fields(cls)}
+    alone = {k for k in given if k in file and k not in beside}
+    if not alone: return given
+    values = lambda d: long_form(dict(learner=cls.learner) | {k: value_of(k, v, types[k]) if k in types else v for k,v in d.items()})
+    theirs,ours = values({k: given[k] for k in alone}),values({k: v for k,v in given.items() if k not in alone})
+    now = theirs | ours | {k: v for k in ("algo", "cl") if (v := ours.get(k) or theirs.get(k))}
+    before,after = cls.settings(values(file)),cls.settings(now)
+    dropped = [k for k in alone if k not in types and _has(before, k) and not _has(after, k)]
+    now = {k: v for k,v in now.items() if k not in dropped}
+    for field in {place.partition(".")[0] for place in before} & {k for k in theirs if isinstance(theirs[k], dict)}:
+        lacks = [k for k in theirs[field] if _has(before, k, field) and not _has(after, k, field)]
+        now[field] = {k: v for k,v in theirs[field].items() if k not in lacks} | ours.get(field, {})
+        dropped += lacks
+    if dropped:
+        others = {who for who,_ in before.values()} - {who for who,_ in after.values()}
+        say(f"{', '.join(sorted(dropped))} of the parameters file: of {' and '.join(sorted(others))}, which is not in this run; left out")
+    return now
+
+def _has(places:dict, name:str, field:str="")->bool:
+    "Whether a setting, or a part with settings, is among the places of a field, or of all fields."
+    of = {place: names for place,(_,names) in places.items() if not field or place.partition(".")[0] == field}
+    return any(name in names or field and place == f"{field}.{name}" for place,names in of.items())
+
+def page_config(
+    cls,        # the config's class
+    names:dict, # `globals()` of the page
+    seen:set    # names that were there before the parameters cell
+)->tuple:       # the resolved config, and what the run is about: a `Stream`, or of an agent its `Experiment` and `Spaces`
+    "What a page asks for; ValueError for what nobody knows, before anything is made."
+    refuse_twice()
+    try: file,beside = files_of(papermill_command(), f"/proc/{os.getppid()}/cwd")
+    except (OSError, ValueError): file,beside = {},()
+    cfg = resolve(from_page(cls, names, seen, file, beside))
+    return cfg,checks[cfg.learner](cfg)   # imports torch: what the line above refuses is refused sooner

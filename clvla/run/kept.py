@@ -10,7 +10,7 @@ from pathlib import Path
 from ..core.files import read_json
 from ..core.records import append_jsonl, read_jsonl
 from ..eval.compare import Run, read_run, run_from
-from .config import identity
+from .config import differences, identity
 from .folder import RunFolder
 from .plugins import keep_plugins
 from .resume import fingerprint
@@ -62,7 +62,7 @@ def read_kept(
     found = {}
     for line in read_jsonl(file):
         cfg = cfgs.get(line["name"])
-        if cfg is not None and line["config"] == identity(cfg): found[line["name"]] = line
+        if cfg is not None and not differences(line["config"], cfg): found[line["name"]] = line
     return found
 
 def kept_runs(

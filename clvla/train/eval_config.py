@@ -23,10 +23,10 @@ from ..eval.parts import part_of
 from ..eval.rows import check_envs, spec_of
 from ..policies.all import read_policy
 from ..run.checkpoint import checkpoints
-from ..run.config import check_workers, read_config
+from ..run.config import check_workers, read_config, stream_name
 from ..run.folder import RunFolder
 from ..run.plugins import plugins_of
-from .config import TrainConfig, stream_name
+from .config import TrainConfig
 
 # %% ../../nbs/train/05_eval_config.ipynb #01295583
 @dataclass(frozen=True, kw_only=True)

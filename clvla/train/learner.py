@@ -91,7 +91,7 @@ def build(self:Imitation,
     torch.set_num_threads(cfg.threads)
     self.make_data(checkpoint)
     policy = self.make_policy(checkpoint)
-    algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
+    algo = make_algo(cfg.cl, cfg.seed, **cfg.cl_kw)
     self.trainer = Trainer(cfg, self.stream, self.data, policy, algo, shell.run.log, emit if shell.rank == 0 else None,
                            self.acc)
     if checkpoint is not None:

@@ -45,7 +45,7 @@ def check_strategy(
                          "set num_processes to 2 or more, or strategy to 'ddp'")
     parts = "strategy 'zero3' leaves each process a part of every parameter, and"
     if cfg.strategy == "zero3" and not getattr(algo, "zero3", True):
-        raise ValueError(f"{parts} algo {cfg.algo!r} reads whole ones; set strategy to 'zero2', or choose another algo")
+        raise ValueError(f"{parts} cl {cfg.cl!r} reads whole ones; set strategy to 'zero2', or choose another cl")
     if cfg.strategy == "zero3" and cfg.ema > 0:
         raise ValueError(f"{parts} ema {cfg.ema} averages whole ones; set ema to 0, or strategy to 'zero2'")
     if cfg.strategy != "ddp": require("deepspeed", "deepspeed")
@@ -84,11 +84,11 @@ def check(
     check_folder(cfg.data_dir, "data_dir")
     # the data, which are not there yet, say how many discrete actions there are
     check_policy(cfg, **(dict(action_dim=1, n_actions=2) if cfg.head == "discrete" else {}))  # builds none
-    algo = make_algo(cfg.algo, cfg.seed, **cfg.algo_kw)
+    algo = make_algo(cfg.cl, cfg.seed, **cfg.cl_kw)
     algo.check(B := cfg.batch_size//cfg.accumulation)   # of all processes together: how many there are changes nothing
     n,world = algo.n_appended(B),world_of(cfg)
     if n % world:
-        raise ValueError(f"{cfg.algo} puts {n} remembered samples behind each micro-batch of {B}, which {world} "
+        raise ValueError(f"{cfg.cl} puts {n} remembered samples behind each micro-batch of {B}, which {world} "
                          f"processes cannot share equally; choose a replay_ratio that gives a multiple of {world}")
     check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")

@@ -131,8 +131,8 @@ def check_stopping(
     if cfg.evaluate == "none":
         raise ValueError(f"{asked} evaluate is 'none', which plays nothing; set it to 'lower', or patience to 0")
     if algo.whole_task:
-        raise ValueError(f"{asked} may end it early; algo {cfg.algo!r} plans with all of its updates. Set patience "
-                         "to 0, or choose another algo")
+        raise ValueError(f"{asked} may end it early; cl {cfg.cl!r} plans with all of its updates. Set patience "
+                         "to 0, or choose another cl")
     if cfg.curve_points:
         raise ValueError(f"{asked} may end it early; curve_points {cfg.curve_points} measures a curve over all of its "
                          "updates. Set one of them to 0")
