@@ -1,5 +1,6 @@
-"""One thread for each worker, the longest files first, so that the workers end at about the same time, and demonstrations that
-several files use, made once. What a test or a file wrote is deleted when it has passed, so that the disk holds a file's folders at a time."""
+"""Which tests the short run leaves out; one thread for each worker, the longest files first, so that the workers end at about the
+same time, and demonstrations that several files use, made once. What a test or a file wrote is deleted when it has passed, so that
+the disk holds a file's folders at a time."""
 import gc
 import os
 import shutil
@@ -13,6 +14,8 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # read when torch and numpy are imported, and inherited: workers side by side fill the cores
 # A run has two threads by default. One that waits for the other would spin on a core that somebody else needs, ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+SLOW = Path(__file__).parent/"slow.txt"
 
 LONG = ("test_notebooks", "test_many", "test_libero_env", "test_resume", "test_run", "test_ranks", "test_player", "test_demos_faults",
         "test_pool", "test_launch", "test_plugins", "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door",
@@ -71,7 +74,46 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    group = parser.getgroup("clvla")
+    group.addoption("--all", dest="slow", action="store_const", const=True, help="the tests of tests/slow.txt too; so it is where a file of tests is named")
+    group.addoption("--short", dest="slow", action="store_const", const=False, help="without them, also where a file of tests is named")
+
+
+def slow_tests():
+    "Entries of slow.txt: a file, a test of all its parameters, a test of some, or a page."
+    rows = (line.split(maxsplit=1) for line in SLOW.read_text().splitlines() if line and line[0] != "#")
+    return tuple(f"tests/{name}" for _, name in rows)
+
+
+def with_slow(config):
+    "Whether this run takes the slow tests: as it says itself, or because somebody named a file or a test."
+    said = config.getoption("slow")
+    return said if said is not None else all(Path(arg.split("::")[0]).is_file() for arg in config.args)
+
+
+def pytest_report_header(config):
+    return "" if with_slow(config) else "the tests of tests/slow.txt are left out; --all (./clvla.sh test all) takes them too"
+
+
+def leave_out(config, items):
+    "Deselect the slow tests; UsageError for an entry of slow.txt that names no test of a file that was collected whole."
+    entries, known = slow_tests(), {}
+    for item in items:
+        parts = item.nodeid.split("[")[0], item.nodeid, item.nodeid.split("::")[0]
+        known[item.nodeid] = [e for e in entries if e in parts or e.endswith("*") and item.nodeid.startswith(e[:-1])]
+    if not any("::" in arg for arg in config.args):
+        used, files = {e for found in known.values() for e in found}, {item.nodeid.split("::")[0] for item in items}
+        if wrong := [e for e in entries if e not in used and e.split("::")[0] in files]:
+            raise pytest.UsageError(f"tests/slow.txt names {wrong[0]}, and there is no such test; correct the line")
+    if not with_slow(config):
+        config.hook.pytest_deselected(items=[item for item in items if known[item.nodeid]])
+        items[:] = [item for item in items if not known[item.nodeid]]
+
+
+@pytest.hookimpl(tryfirst=True)   # before -k and -m have taken out others
+def pytest_collection_modifyitems(config, items):
+    leave_out(config, items)
     place = {name: k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))  # stable: files and tests keep their order otherwise
 
