@@ -120,9 +120,9 @@ def test_a_hung_or_broken_actor_ends_the_run_after_its_last_restart(tmp_path, mo
     from clvla.crl.crew import Crew
     base = Crew.launch
 
-    def launch(self, number):
-        base(self, number)
-        if number == 1: self.members[1].child.proc.kill()
+    def launch(self, m):
+        base(self, m)
+        if m.number == 1: m.proc.kill()
     monkeypatch.setattr(Crew, "launch", launch)
     with pytest.raises(RuntimeError, match="actor 1 failed 2 times without a whole rollout; the last failure: killed by SIGKILL"):
         learn_tasks(small(tmp_path/"run", runner_kw=dict(n_actors=2, max_restarts=1)), len)
