@@ -43,6 +43,7 @@ class Actor:
         draws = torch_rng(self.cfg["seed"], "actor", self.stage["t"], self.cfg["number"], r)
         put_rollout(memory, slot, self.lanes.play(self.agent, T, draws), self.lanes)
 
+# %% ../../nbs/crl/19_crew.ipynb #c7e00040
 def begin_lanes(cfg:dict, stage:dict, start:dict):   # `Lanes` or `EngineLanes`
     "An actor's environments, where they shall begin."
     at = cfg["seed"],(stage["t"], cfg["number"]),stage["mark"]
@@ -51,6 +52,7 @@ def begin_lanes(cfg:dict, stage:dict, start:dict):   # `Lanes` or `EngineLanes`
     if any(seen >= 0 for seen in start["seen"]): lanes.go_to(start)   # -1: at the start of its first episode
     return lanes
 
+# %% ../../nbs/crl/19_crew.ipynb #c7e00042
 def actor(
     sock,         # to the learner
     memory_fd:int # the slab
@@ -108,6 +110,7 @@ def advance(
         else: actions.append(column[ends[-1]+1:] if len(ends) else before+column)
     return dict(episode=played["episode"].tolist(), actions=actions, seen=played["seen"].tolist())
 
+# %% ../../nbs/crl/19_crew.ipynb #c7e00043
 @dataclass
 class Seat:
     "What the learner knows of one actor in a stage."

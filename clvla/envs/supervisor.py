@@ -65,6 +65,7 @@ def share(self:Supervisor, layout:dict)->dict:   # arrays by name
     os.ftruncate(self.memory_fd, layout["size"])
     return memory_arrays(self.memory_fd, layout)
 
+# %% ../../nbs/envs/08_supervisor.ipynb #5d1e0010
 def end_all(members:list, memory_fd, patience:float):
     "Tell every process to go, and kill those that have not gone after `patience` seconds."
     children,until = [m.child for m in members if m.child is not None],time.monotonic()+patience
@@ -87,6 +88,7 @@ def answers(self:Supervisor,
     for m in busy:
         if m.owed and (now := time.monotonic()) > self.hung_at(m): self.hung(m, now-m.alive_at)
 
+# %% ../../nbs/envs/08_supervisor.ipynb #5d1e0011
 @patch
 def ready(self:Supervisor, busy:list, seconds:float, wake=None)->list:
     "Members that have said something, or are gone."
@@ -149,20 +151,19 @@ class Slot:
         self.failures = 0                   # how often this episode began again
         self.begun = False                  # the environment has begun an episode in the present process
 
+# %% ../../nbs/envs/08_supervisor.ipynb #5d1e000c
 class Workers(Supervisor):
     "The worker processes of a pool."
     idle,patience = "nothing to wait for: no slot owes an answer; call reset or step first",2.
     def __init__(self,
-        workers:list,            # of `Worker`
-        slots:list,              # of `Slot`, each in one of the workers
-        settings:dict,           # image_size and seed, for `make_env`
-        start_timeout:float=120, # seconds a worker may take to start, or to build an environment
-        timeout:float=60,        # seconds without an answer after which a worker counts as hung
-        max_restarts:int=3,      # how often one episode may begin again before the pool gives up
-        render_gpus=()           # as MuJoCo counts them: the workers draw on them in turn; (): as the environment says
+        workers:list,   # of `Worker`
+        slots:list,     # of `Slot`, each in one of the workers
+        settings:dict,  # image_size and seed, for `make_env`
+        render_gpus=(), # as MuJoCo counts them: the workers draw on them in turn; (): as the environment says
+        **faults        # start_timeout, timeout, max_restarts: as `Supervisor` takes them; an episode counts as a piece of work
     ):
         self.slots,self.settings,self.render_gpus = slots,settings,tuple(render_gpus)
-        super().__init__(workers, start_timeout, timeout, max_restarts, "clvla-envs")
+        super().__init__(workers, memory="clvla-envs", **faults)
 
     def check_open(self):
         if not self._finalizer.alive: raise ValueError("this pool is closed; make a new one")
@@ -189,6 +190,7 @@ def spawn(self:Workers, w)->Child:
     child.send(**self.settings, specs=specs)
     return child
 
+# %% ../../nbs/envs/08_supervisor.ipynb #5d1e000d
 @patch
 def _await_start(self:Workers, w)->dict:
     "Facts about a worker's environments, by slot."
@@ -235,6 +237,7 @@ def command(self:Workers, slot, **message):
     s.doing = "reset" if "trial" in message else "step_chunk"
     self.ask(s.worker, slot, s.seq, slot=slot, seq=s.seq, **message)
 
+# %% ../../nbs/envs/08_supervisor.ipynb #5d1e000f
 @patch
 def answer(self:Workers, w, message)->dict|None:
     "The message when it answers a slot's last command; other ones are late, or say that a new worker is up."
@@ -264,6 +267,7 @@ def again(self:Workers, w, owed):
         self.slots[slot].restarted = True
         self.command(slot, trial=self.slots[slot].trial)
 
+# %% ../../nbs/envs/08_supervisor.ipynb #5d1e000e
 @patch
 def give_up(self:Workers, w, s, why):
     "Close the pool, and raise RuntimeError with the way to see the episode of slot `s` alone."

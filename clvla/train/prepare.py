@@ -133,19 +133,22 @@ class Makers(Supervisor):
     def spawn(self, m): return Child("clvla.train.demos:demo_worker", python=_python(m.owed["task"]))
     def hung_at(self, m): return math.inf if is_read(m.owed["task"]) else super().hung_at(m)   # a data set is read without a word
 
-    def hand_out(self):
-        "A process for each task, as many as may run."
-        while self.todo and len(self.members) < max(1, self.cfg.n_workers):
-            self.members.append(m := Member(""))
-            m.owed = dict(task=self.todo[0])
-            self.launch(m)
-            self.give(m, self.todo.popleft())
+# %% ../../nbs/train/03_prepare.ipynb #e0300004
+@patch
+def hand_out(self:Makers):
+    "A process for each task, as many as may run."
+    while self.todo and len(self.members) < max(1, self.cfg.n_workers):
+        self.members.append(m := Member(""))
+        m.owed = dict(task=self.todo[0])
+        self.launch(m)
+        self.give(m, self.todo.popleft())
 
-    def give(self, m, task):
-        "The process of a member begins a task."
-        if m.name != task.id: m.name,m.failures = task.id,0
-        m.starting,m.alive_at = True,time.monotonic()
-        self.ask(m, "task", task, task=asdict(task), cfg=config_json(self.cfg), stream=self.stream)
+@patch
+def give(self:Makers, m, task):
+    "The process of a member begins a task."
+    if m.name != task.id: m.name,m.failures = task.id,0
+    m.starting,m.alive_at = True,time.monotonic()
+    self.ask(m, "task", task, task=asdict(task), cfg=config_json(self.cfg), stream=self.stream)
 
 # %% ../../nbs/train/03_prepare.ipynb #e0300003
 @patch
@@ -169,7 +172,9 @@ def lost(self:Makers, m, why):
     self.say(f"{m.name}: its process was lost and the task is made again ({why.splitlines()[0]})")
 
 @patch
-def again(self:Makers, m, owed): self.give(m, owed["task"])
+def again(self:Makers, m, owed):
+    "The new process begins the task that was lost."
+    self.give(m, owed["task"])
 
 # %% ../../nbs/train/03_prepare.ipynb #dbd50c84
 def make_all_demos(
