@@ -120,9 +120,9 @@ def test_a_hung_or_broken_actor_ends_the_run_after_its_last_restart(tmp_path, mo
     from clvla.crl.crew import Crew
     base = Crew.launch
 
-    def launch(self, number):
-        base(self, number)
-        if number == 1: self.members[1].child.proc.kill()
+    def launch(self, m):
+        base(self, m)
+        if m.number == 1: m.proc.kill()
     monkeypatch.setattr(Crew, "launch", launch)
     with pytest.raises(RuntimeError, match="actor 1 failed 2 times without a whole rollout; the last failure: killed by SIGKILL"):
         learn_tasks(small(tmp_path/"run", runner_kw=dict(n_actors=2, max_restarts=1)), len)
@@ -131,3 +131,31 @@ def test_a_hung_or_broken_actor_ends_the_run_after_its_last_restart(tmp_path, mo
 def test_continuous_actions_are_played_too(tmp_path):
     run = learn_tasks(small(tmp_path/"run", suite=dict(base="dot_2", num_tasks=1, name="box"), steps_per_task=120, algo="ppo"), len)
     assert run.logs()[-1]["frames"] == 120
+
+
+def test_a_rollout_of_the_stage_before_is_no_answer():
+    "A stage begins while the actor still plays for the one before; stages that are equal but for their key play alike."
+    from clvla.crl.all import make_agent
+    from clvla.crl.crew import Crew, Seat, first_start
+    from clvla.crl.experiment import Spaces, make_experiment
+    sizes = dict(n_envs=1, horizon=20, hidden=8, channels=2)
+    agent = make_agent("impala", 0, **sizes)
+    agent.build(None, Spaces(8, 2, dict(left=5)))
+    spec = make_experiment(ONE).stream.tasks[0].env
+    crew = Crew(agent, dict(algo="impala", algo_kw=sizes, seed=0, home=None, spaces=asdict(agent.spaces), E=1, engine=False), n=1, ahead=1)
+    crew.publish(agent.acting(), version=0)
+
+    def ask(key, t):
+        crew.begin(dict(t=t, key=key, spec=spec, mark=[]), [Seat(first_start(1), first_start(1))])
+        crew.order(number=0, r=0, T=20)
+
+    def states(): return crew.wait()[0].arrays["state"].tolist()
+    try:
+        ask(1, 0)
+        ask(2, 1)      # nobody waited for the first
+        overtaking = states()
+        ask(3, 1)
+        alone = states()
+        ask(4, 0)
+        assert overtaking == alone != states() and crew.restarts == 0
+    finally: crew.close()

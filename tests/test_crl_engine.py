@@ -157,8 +157,8 @@ def test_an_actor_of_a_cluster_plays_in_an_engine_too():
     agent.build(None, Spaces(0, 151, dict(lava=7)))
     cfg = dict(algo="impala", algo_kw=kw, seed=0, home=None, E=2, horizon=8, plugins=[], engine=True, spaces=asdict(agent.spaces))
     actor = RemoteActor(cfg, 0)
-    actor.begin(dict(t=0, key=1, spec=spec, mark=[]), first_start(2))
-    played = actor.play(0, 8, (0, weight_bytes(agent.acting())))["arrays"]
+    actor.hear(stage=dict(t=0, key=1, spec=spec, mark=[]), start=first_start(2))
+    played = actor.hear(r=0, T=8, weights=(0, weight_bytes(agent.acting())))["arrays"]
     alone = EngineLanes(spec, 2, 0, (0, 0)).play(agent, 8, torch_rng(0, "actor", 0, 0, 0))
     for name in ("state", "action", "logp", "reward", "terminated"): assert (played[name] == alone[name].numpy()).all(), name
     assert RayActors(None, exp, engine=True).engine and not RayActors(None, exp).engine

@@ -158,7 +158,7 @@ def test_stop_while_demonstrations_are_made(whole, tmp_path):
 
 def test_finished_ones_need_no_process_and_changed_ones_are_refused(mine, monkeypatch):
     first = make(mine, 1)
-    monkeypatch.setattr(P, "Child", lambda *a: pytest.fail("a process was started"))
+    monkeypatch.setattr(P, "Child", lambda *a, **kw: pytest.fail("a process was started"))
     assert make(mine, 1)["left"].meta == first["left"].meta
     with pytest.raises(ValueError, match="other settings .*env: "): make(mine, 1, spec=dict(at=1))
     f = mine/"faulty/left-n8-16px/frames/action.npy"; f.write_bytes(f.read_bytes()[:-1]+b"x")

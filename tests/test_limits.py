@@ -32,7 +32,7 @@ class Walk:
 def rollouts(spec, actions, limit, n=2):
     "What each runner's environments make of the actions: name -> rollout, finished episodes, what they stand in now."
     import torch
-    from clvla.crl.crew import begin_lanes, first_start, play_rollout
+    from clvla.crl.crew import begin_lanes, first_start
     from clvla.crl.engine import EngineLanes
     from clvla.crl.runner import Lanes
     spec = spec | dict(max_steps=limit)

@@ -1,15 +1,16 @@
 "The pool's transport: lost, late, doubled and oversized messages; and a stride that holds in every way to play."
 import os
 import socket
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from clvla.core.names import STATE
-from clvla.envs.child import recv, report, send
+from clvla.envs.child import Child, recv, report, send
 from clvla.envs.pool import EnvPool
-from clvla.envs.supervisor import Slot, Supervisor, Worker
+from clvla.envs.supervisor import Slot, Worker, Workers
 from clvla.rl.config import PracticeConfig
 from clvla.rl.episodes import load_episodes
 from clvla.rl.learner import practise
@@ -27,8 +28,9 @@ def by_hand():
     "A supervisor whose only worker is this test, at the other end of the socket; it has been sent command 2."
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     worker = Worker([0])
-    worker.child, worker.starting = type("Child", (), dict(sock=ours)), False
-    supervisor = Supervisor([worker], [Slot(worker, DOT)], {}, timeout=5)
+    worker.child, worker.starting = Child.__new__(Child), False   # the parent's side, without a process
+    worker.child.sock = ours
+    supervisor = Workers([worker], [Slot(worker, DOT)], {}, timeout=5)
     supervisor._finalizer.detach()
     os.close(supervisor.memory_fd)
     for _ in range(2): supervisor.command(0, n=1)
@@ -40,17 +42,17 @@ def test_late_and_doubled_answers_are_passed_over():
     heard = lambda: [a["seq"] for a in supervisor.answers(time.monotonic()+.2)]
     assert [recv(theirs)["seq"] for _ in range(2)] == [1, 2]
     send(theirs, slot=0, seq=1)   # late: the command was overtaken
-    assert heard() == [] and worker.unanswered == {0: 2}
+    assert heard() == [] and worker.owed == {0: 2}
     for _ in range(2): send(theirs, slot=0, seq=2)
-    assert heard() == [2] and not worker.unanswered
+    assert heard() == [2] and not worker.owed
     supervisor.command(0, n=1)    # the double is still in the socket, and is no answer to this one
-    assert heard() == [] and worker.unanswered == {0: 3}
+    assert heard() == [] and worker.owed == {0: 3}
     send(theirs, slot=0, seq=3)
     assert heard() == [3]
 
 
 def test_a_lost_command_counts_as_a_hang_and_the_trial_begins_again(monkeypatch):
-    from clvla.envs import supervisor as module
+    from clvla.envs import child as module
     with EnvPool([DOT], 1, image_size=8, timeout=1.) as pool:
         pool.reset(0, 3)
         start = pool.wait()[0].obs[STATE].copy()
@@ -80,6 +82,27 @@ def test_messages_are_whole_and_apart_whatever_their_length():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for n in (100_000, 1, 50_000, 0): send(ours, text="x"*n)
     assert [len(recv(theirs)["text"]) for _ in range(4)] == [100_000, 1, 50_000, 0]   # a longer one before leaves nothing in a shorter
+
+
+@pytest.mark.parametrize("said,words", [(None, "nobody answers at address '127.0.0.1:.*' within 0.3 s .timed out.*leave address out"),
+                                        (b"SSH-2.0-OpenSSH_9.6", "is no head of a Ray cluster .it said b'SSH-2.0-O'"), (bytes(9), "is no head"),
+                                        (bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), "")])
+def test_a_port_that_is_not_rays_is_named_in_time(said, words):
+    "Ray itself waits for ever for one that accepts and says nothing."
+    from clvla.crl.ray import check_address
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def answer():
+            with server.accept()[0] as other:
+                if other.recv(100).startswith(b"PRI * HTTP/2.0") and said: other.sendall(said)
+                other.recv(100)   # until the asker goes
+        thread = threading.Thread(target=answer)
+        thread.start()
+        ask, start = lambda: check_address(f"127.0.0.1:{server.getsockname()[1]}", .3), time.monotonic()
+        if not words: ask()
+        else:
+            with pytest.raises(ValueError, match=words): ask()
+        assert time.monotonic()-start < 5
+        thread.join(5)
 
 
 AHEAD = [dict()] + [dict(overlap=True)]*("overlap" in PracticeConfig.__dataclass_fields__)

@@ -71,6 +71,7 @@ def learnt(self:ActorLanes, played:Played):
     for reward,steps,success in played.arrays["finished"].tolist():
         self.finished.append(dict(reward=reward, steps=int(steps), success=bool(success)))
 
+# %% ../../nbs/crl/14_actors.ipynb #c7e00037
 @patch
 def state_dict(self:ActorLanes)->dict:
     "Where each actor's environments stand behind what was learnt from."
@@ -114,30 +115,42 @@ class Parallel(Runner):
     def spaces(self): return self.plain.spaces()   # what is seen, and who evaluates, as without actors
     def examiner(self, marks): return self.plain.examiner(marks)
     def versions(self): return self.plain.versions()
-    def check(self, agent):
-        if self.is_here: check_workers(self.n_actors, name="n_actors")
-        if type(agent).acting is Agent.acting:
-            raise ValueError(f"algo {self.cfg.algo!r} names no network that actors could copy (`acting`); take runner 'sync'")
-        if self.ahead and not agent.off_policy:
-            raise ValueError(f"algo {self.cfg.algo!r} learns from steps of its own weights only; take runner 'parallel', whose actors wait for them")
-        if agent.n_envs % self.n_actors:
-            raise ValueError(f"n_envs is {agent.n_envs}, and {self.n_actors} actors cannot share that evenly; change n_envs or n_actors")
 
-    def lanes(self, stage, agent, mark)->ActorLanes:
-        E = agent.n_envs//self.n_actors
-        if self.crew is None: self.crew = self.make_crew(agent, self.copy_settings(agent, E))
-        self.stages += 1
-        spec = self.exp.stream[stage.task_id].env
-        return ActorLanes(self, self.crew, dict(t=stage.t, key=self.stages, spec=spec, mark=[float(x) for x in mark]), E)
+# %% ../../nbs/crl/14_actors.ipynb #c7e00031
+@patch
+def check(self:Parallel, agent):
+    "ValueError for an agent that these actors cannot play."
+    if self.is_here: check_workers(self.n_actors, name="n_actors")
+    if type(agent).acting is Agent.acting:
+        raise ValueError(f"algo {self.cfg.algo!r} names no network that actors could copy (`acting`); take runner 'sync'")
+    if self.ahead and not agent.off_policy:
+        raise ValueError(f"algo {self.cfg.algo!r} learns from steps of its own weights only; take runner 'parallel', whose actors wait for them")
+    if agent.n_envs % self.n_actors:
+        raise ValueError(f"n_envs is {agent.n_envs}, and {self.n_actors} actors cannot share that evenly; change n_envs or n_actors")
 
-    def copy_settings(self, agent, E:int)->dict:
-        of_agent = dict(algo=self.cfg.algo, algo_kw=self.cfg.algo_kw, seed=self.cfg.seed, home=agent.home and str(agent.home))
-        return of_agent | dict(spaces=asdict(agent.spaces), E=E, engine=self.engine)
+# %% ../../nbs/crl/14_actors.ipynb #c7e00033
+@patch
+def lanes(self:Parallel, stage, agent, mark)->ActorLanes:
+    "The environments of a stage; its first call starts the actors."
+    E = agent.n_envs//self.n_actors
+    if self.crew is None: self.crew = self.make_crew(agent, self.copy_settings(agent, E))
+    self.stages += 1
+    spec = self.exp.stream[stage.task_id].env
+    return ActorLanes(self, self.crew, dict(t=stage.t, key=self.stages, spec=spec, mark=[float(x) for x in mark]), E)
 
-    def make_crew(self, agent, cfg:dict): return Crew(agent, cfg, self.n_actors, max(1, self.ahead), **self.faults)
-    def close(self):
-        if self.crew is not None: self.crew.close()
-        self.crew = None
+@patch
+def copy_settings(self:Parallel, agent, E:int)->dict:
+    "What an actor makes its copy of the agent from."
+    of_agent = dict(algo=self.cfg.algo, algo_kw=self.cfg.algo_kw, seed=self.cfg.seed, home=agent.home and str(agent.home))
+    return of_agent | dict(spaces=asdict(agent.spaces), E=E, engine=self.engine)
+
+@patch
+def make_crew(self:Parallel, agent, cfg:dict): return Crew(agent, cfg, self.n_actors, max(1, self.ahead), **self.faults)
+@patch
+def close(self:Parallel):
+    "End the actors."
+    if self.crew is not None: self.crew.close()
+    self.crew = None
 
 # %% ../../nbs/crl/14_actors.ipynb #c7e0001d
 @patch
@@ -157,6 +170,7 @@ def numbers(self:Parallel)->dict:
     return dict(rollouts=[[number, r] for number,r,_ in self.played], lags=[lag for _,_,lag in self.played],
                 restarts=self.crew.restarts)
 
+# %% ../../nbs/crl/14_actors.ipynb #c7e00035
 class Actors(Parallel):
     "Actors that play on while the learner learns."
     exact = False

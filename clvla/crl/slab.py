@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from .agent import OBSERVED, draw_for
-from ..envs.worker import memory_arrays
+from ..envs.worker import lay_out, memory_arrays
 
 # %% ../../nbs/crl/12_slab.ipynb #c7c00007
 def blank_obs(
@@ -48,18 +48,14 @@ def slab_layout(
     slots:int,
     actors:int=1
 )->dict:         # as `memory_arrays` takes it
-    "Where everything lies in the shared memory; each array begins on a 64-byte line."
+    "Where everything lies in the shared memory."
     fields = {k: ((slots, *shape), dtype) for k,(shape,dtype) in slot_fields(agent, horizon, E).items()}
     size = sum(v.numel()*v.element_size() for v in agent.acting().state_dict().values())
     fields |= dict(weights=((2, size), "|u1"), versions=((4,), "<i8"))
     (_,_,_,*action),kind = fields["action"]   # its shape behind slot, step and environment
     fields |= {"begin.actions": ((actors, E, LONGEST, *action), kind)}
     fields |= {f"begin.{k}": ((actors, E), "<i8") for k in ("episode", "steps", "seen")}
-    layout,offset = {},0
-    for name,(shape,dtype) in fields.items():
-        layout[name] = shape,dtype,offset
-        offset += -(-int(np.prod(shape))*np.dtype(dtype).itemsize//64)*64
-    return dict(layout, size=offset)
+    return lay_out(fields)
 
 # %% ../../nbs/crl/12_slab.ipynb #c7c0000b
 def put_rollout(

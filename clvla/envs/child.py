@@ -67,13 +67,18 @@ class Process:
         size = os.fstat(self.output).st_size
         return os.pread(self.output, n, max(0, size-n)).decode(errors="replace").strip()
 
-    def end(self):
-        "Kill it if it still runs, and close its files."
-        self.sock.close()
-        if self.proc is not None:
-            self.proc.kill()
-            try: self.proc.wait(10)
-            except subprocess.TimeoutExpired: pass   # inside a device driver: the kernel ends it when it comes out
+    def send(self, **message): send(self.sock, **message)
+    def recv(self)->dict|None: return recv(self.sock)
+    def dismiss(self): self.sock.close()   # which tells it to go
+
+    def end(self,
+        patience:float=0. # seconds that it has to go by itself
+    ):
+        "Dismiss it, kill it if it still runs, and close its files."
+        self.dismiss()
+        for seconds in (patience, 10) if self.proc is not None else ():   # one inside a device driver outlives the second, until it comes out
+            try: self.proc.wait(seconds)
+            except subprocess.TimeoutExpired: self.proc.kill()
         if self.output is not None:
             os.close(self.output)
             self.output = None

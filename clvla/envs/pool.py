@@ -8,15 +8,14 @@ __all__ = ['EnvPool', 'deal_slots', 'python_of', 'Result']
 # %% ../../nbs/envs/03_pool.ipynb #e201ad85
 import time
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait as readable
 import numpy as np
 from fastcore.basics import patch
 from ..core.names import IMAGES, N_ACTIONS, STATE
 from ..core.processes import memory_gb
 from .all import kinds
 from .child import raise_as
-from .supervisor import Slot, Supervisor, Worker
-from .worker import check_alike, memory_arrays, memory_layout
+from .supervisor import Slot, Worker, Workers, readable
+from .worker import check_alike, memory_layout
 
 # %% ../../nbs/envs/03_pool.ipynb #f6c80779
 class EnvPool:
@@ -28,12 +27,12 @@ class EnvPool:
         seed:int=0,       # base seed of all trials
         H:int=8,          # longest action chunk, steps
         assign:list=None, # number of each slot's worker; None: slot modulo `n_workers`
-        **faults          # start_timeout, timeout, max_restarts, render_gpus: as `Supervisor` takes them
+        **faults          # start_timeout, timeout, max_restarts, render_gpus: as `Workers` takes them
     ):
         self.H,self._ready = int(H),[]   # `_ready`: results that `wait` has not returned yet
         self.workers,self.slots = deal_slots(list(specs), n_workers, assign)
         settings = dict(image_size=int(image_size), seed=int(seed))
-        self.supervisor = Supervisor(self.workers, self.slots, settings, **faults)
+        self.supervisor = Workers(self.workers, self.slots, settings, **faults)
         try: self._share_memory(self.supervisor.start())
         except BaseException:
             self.close()
@@ -125,7 +124,7 @@ def step(self:EnvPool,
     s = self.slots[slot]
     if s.restarted: return   # the worker was lost: its first observation is on the way, `wait` returns it
     if not s.under_way: raise ValueError(f"slot {slot}: no episode is under way; call reset(slot, trial) first")
-    if slot in s.worker.unanswered: raise ValueError(f"slot {slot} still owes a result; call wait() first")
+    if slot in s.worker.owed: raise ValueError(f"slot {slot} still owes a result; call wait() first")
     self._check_discrete(slot, actions)
     self._memory["action"][slot,:len(actions)] = actions
     self._watch[slot] = watch
@@ -230,8 +229,7 @@ def _share_memory(self:EnvPool, facts:list):
     if (needed := layout["size"]/1e9) > (there := memory_gb()):
         raise ValueError(f"{len(self)} environments with pictures of {self.sizes} pixels and chunks of {self.H} steps need {needed:.0f} GB, "
                          f"and this machine has {there:.0f} GB; take smaller pictures (image_size), or fewer rows at a time (rows_per_task)")
-    memory_fd = self.supervisor.share_memory(layout, like)
-    self._memory = memory_arrays(memory_fd, layout)
+    self._memory = self.supervisor.share_memory(layout, like)
     self._watch = [()]*len(self)   # of each slot's last chunk: the steps whose observations are wanted
     keys = [*(IMAGES+c for c in self.cameras), STATE]+[N_ACTIONS]*self.discrete
     self.obs = {k: self._memory[k] for k in keys}
