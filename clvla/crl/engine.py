@@ -15,7 +15,7 @@ from ..core.seeds import seed_of
 from ..core.trials import trial_number
 from .agent import OBSERVED, draw_for
 from .experiment import joint
-from .runner import Runner, checksum_of, simulators
+from .runner import Examiner, Runner, checksum_of, simulators
 from ..envs.all import kind_of
 
 # %% ../../nbs/crl/13_engine.ipynb #b5b45b3f
@@ -169,7 +169,7 @@ def go_to(self:EngineLanes, start:dict):   # episode, actions and seen, as of `L
     self.load_state_dict(dict(part=start["episode"][0], actions=actions, seen=start["seen"][0], finished=[]))
 
 # %% ../../nbs/crl/13_engine.ipynb #25e1dea7
-class EngineExaminer:
+class EngineExaminer(Examiner):
     "Plays the evaluation episodes of every task in engines that are made for each evaluation."
     def __init__(self,
         tasks:dict,    # task id -> (spec, mark)
@@ -179,19 +179,12 @@ class EngineExaminer:
     ):
         self.tasks,self.n_trials,self.seed,self.threads = tasks,n_trials,seed,threads
 
-    def play(self, agent, on_task=lambda: None)->list:   # dicts: task, trial, reward, steps, success
-        "All episodes of all tasks; `on_task` is called before each task."
-        records = []
-        for task_id,(spec,mark) in self.tasks.items():
-            on_task()
-            records += self.episodes(agent, task_id, spec, mark)
-        return records
-
     def close(self): pass
 
 @patch
-def episodes(self:EngineExaminer, agent, task_id:str, spec:dict, mark)->list:
+def episodes(self:EngineExaminer, agent, task_id:str)->list:
     "The episodes of one task, side by side."
+    spec,mark = self.tasks[task_id]
     kind,trials = kind_of(spec),[trial_number("report", k) for k in range(self.n_trials)]
     sizes = kind.sizes(spec)
     box = box_of(sizes)

@@ -7,6 +7,7 @@ __all__ = ['batch_of', 'box_of', 'Lanes', 'checksum', 'checksum_of', 'Examiner',
 
 # %% ../../nbs/crl/10_runner.ipynb #c7a00002
 import zlib
+from contextlib import nullcontext
 import numpy as np
 import torch
 from fastcore.basics import patch
@@ -157,14 +158,23 @@ class Examiner:
     ):
         self.tasks,self.n_trials,self.image_size,self.seed,self.envs = tasks,n_trials,image_size,seed,{}
 
-    def play(self, agent, on_task=lambda: None)->list:   # dicts: task, trial, reward, steps, success
-        "All episodes of all tasks; `on_task` is called before each task."
+    def play(self,
+        agent,                # an `Agent`
+        on_task=lambda: None, # called before each task
+        within=None           # context manager around a task's episodes, made from its id, as `eval_policy` of an algorithm
+    )->list:                  # dicts: task, trial, reward, steps, success
+        "All episodes of all tasks."
         records = []
         for task_id in self.tasks:
             on_task()
-            draws = torch_rng(self.seed, "evaluation", task_id)
-            for first in range(0, self.n_trials, self.GROUP):
-                records += self.group(agent, task_id, range(first, min(first+self.GROUP, self.n_trials)), draws)
+            with within(task_id) if within else nullcontext(): records += self.episodes(agent, task_id)
+        return records
+
+    def episodes(self, agent, task_id:str)->list:
+        "Those of one task."
+        records,draws = [],torch_rng(self.seed, "evaluation", task_id)
+        for first in range(0, self.n_trials, self.GROUP):
+            records += self.group(agent, task_id, range(first, min(first+self.GROUP, self.n_trials)), draws)
         return records
 
     def environments(self, task_id:str, n:int)->list:
