@@ -11,7 +11,7 @@ ROOMS = {
     "CartPole": (GYM | dict(name="CartPole-v1", success="survived", max_steps=25), 8),
     "MountainCar": (GYM | dict(name="MountainCar-v0", max_steps=17), 8),
     "Pendulum": (GYM | dict(name="Pendulum-v1", max_steps=17), 8),
-    "MiniGrid": (dict(kind="gym", name="MiniGrid-Empty-Random-5x5-v0", state=["direction"], success="terminated_with_reward", max_steps=20), 16),
+    "MiniGrid": (dict(kind="gym", name="minigrid:MiniGrid-Empty-Random-5x5-v0", state=["direction"], success="terminated_with_reward", max_steps=20), 16),
     "dot": (dict(kind="dot", name="left", discrete=True, max_steps=12), 8)}
 
 

@@ -130,7 +130,7 @@ class EngineLanes(Lanes):
     def renew(self):
         if len(self.actions) >= RENEW: self.begin_part(self.part+1)
 
-    def note(self, actions, ids): self.actions.append(actions)
+    def note(self, actions, each): self.actions.append(actions)
     def next_of(self, ids): return self.engine.begin(ids)
     def close(self):
         if self.engine: self.engine.close()

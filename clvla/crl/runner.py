@@ -152,29 +152,29 @@ def step(self:Lanes,
     ids=None            # of the lanes that step; None: all
 )->dict:                # reward, success, terminated, truncated, (n,) each
     "One step; `image` and `vector` are what it led to, also behind an end."
-    ids = np.arange(self.n) if ids is None else np.asarray(ids)
-    self.note(actions, ids)
+    rows,each = (slice(None), range(self.n)) if ids is None else (ids, ids)
+    self.note(actions, each)
     *seen,outcome = self.engine.step(actions, ids)
     self.see(ids, *seen)
-    self.reward[ids] += outcome["reward"]
-    self.steps[ids] += 1
-    self.won[ids] |= outcome["success"]
-    for e in ids[outcome["terminated"] | outcome["truncated"]]:
+    self.reward[rows] += outcome["reward"]
+    self.steps[rows] += 1
+    self.won[rows] |= outcome["success"]
+    for e in (each[row] for row in np.flatnonzero(outcome["terminated"] | outcome["truncated"])):
         self.finished.append(dict(reward=float(self.reward[e]), steps=int(self.steps[e]), success=bool(self.won[e])))
     return outcome
 
 @patch
-def note(self:Lanes, actions, ids):
+def note(self:Lanes, actions, each):
     "Remember actions, with which the episodes can be played again."
-    for e,action in zip(ids, actions.tolist()): self.actions[e].append(action)
+    for e,action in zip(each, actions.tolist()): self.actions[e].append(action)
 
 @patch
 def see(self:Lanes, ids, image, vector):
-    "Take observations of some lanes; the arrays before are somebody's rows by now."
-    if len(ids) < self.n:
-        of_some,self.image,self.vector = (image, vector),self.image.copy(),self.vector.copy()
-        self.image[ids],self.vector[ids] = of_some
-    else: self.image,self.vector = image,vector
+    "Take observations of some lanes, or of all (None); the arrays before are somebody's rows by now."
+    if ids is not None:
+        of_some,image,vector = (image, vector),self.image.copy(),self.vector.copy()
+        image[ids],vector[ids] = of_some
+    self.image,self.vector = image,vector
 
 @patch
 def begin_ended(self:Lanes, outcome:dict):   # of a step of all lanes
