@@ -32,7 +32,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_lanes_in_workers_equal_the_same_lanes_in_this_process(room):
-    "To the bit: rollouts, finished episodes, state; and both come back to the very step. Evaluations equal the synchronous examiner's."
+    "To the bit (these boxes' conversions round nothing): rollouts, finished episodes, state; and both come back to the very step. Evaluations equal the synchronous examiner's."
     import torch
     from clvla.core.batch import torch_rng
     from clvla.crl.engine import WorkerExaminer, Workers
@@ -59,6 +59,29 @@ def test_lanes_in_workers_equal_the_same_lanes_in_this_process(room):
     agent = agent_of(Lanes(spec, 1, size), 1)
     assert examiners[0].play(agent) == examiners[1].play(agent) == examiners[0].play(agent)
     for examiner in examiners: examiner.close()
+
+
+def test_a_box_reaches_workers_as_float32():
+    "The same starts and actions; states differ by a rounding, and not at all where the simulator of this process is given float32."
+    from clvla.core.batch import torch_rng
+    from clvla.crl.engine import Workers
+    from clvla.crl.runner import Lanes, Turns
+
+    class Rounded(Turns):
+        def step(self, actions, ids=None): return super().step(Listed(actions), ids)
+
+    class Listed:
+        def __init__(self, actions): self.actions = actions
+        def tolist(self): return list(self.actions)
+    spec, played = dict(kind="dot", name="left", max_steps=12), []
+    for engine in (partial(Workers, n_workers=1), Rounded, Turns):
+        lanes = Lanes(spec, 2, 8, engine=engine)
+        played.append(lanes.play(agent_of(lanes, 2), 11, torch_rng(0, "draws")))
+        lanes.close()
+    there, rounded, here = played
+    equal(there, rounded)
+    assert there["action"].equal(here["action"]) and there["state"][0].equal(here["state"][0])
+    assert 0 < (there["state"]-here["state"]).abs().max() < 1e-5
 
 
 def test_a_lost_worker_plays_its_episodes_again_and_changes_nothing():

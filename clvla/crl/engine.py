@@ -27,12 +27,11 @@ class Workers:
         n:int,         # how many
         image_size:int,
         seed:int,      # base seed of the trials
-        n_workers:int=2, # processes
-        **faults       # of the `EnvPool`: timeout, start_timeout, max_restarts
+        n_workers:int=2 # processes
     ):
         self.n,self.image_size = n,image_size
         self.turn_to(spec)
-        self.pool = EnvPool([spec]*n, min(n, n_workers), image_size, seed, H=1, **faults)
+        self.pool = EnvPool([spec]*n, min(n, n_workers), image_size, seed, H=1)
         self.actions,self.done,self.known = [[] for _ in range(n)],[0]*n,[-1]*n   # steps done, and steps whose outcome is here
         self.image,self.vector = (np.zeros_like(self.pool.obs[k]) for k in (IMAGE, STATE))
         self.ends = [None]*n
@@ -90,9 +89,11 @@ def take(self:Workers, e:int, result):
     if self.done[e] > self.known[e]:
         self.image[e],self.vector[e],self.known[e] = image,vector,self.done[e]
         self.ends[e] = sum(result.rewards.tolist()),result.success,result.terminated,result.truncated
-    elif ended and self.done[e] < self.known[e] or self.done[e] == self.known[e] and checksum_of(image, vector) != checksum_of(self.image[e], self.vector[e]):
-        raise ValueError(f"{self.spec.get('task_id', self.spec['name'])}: trial {result.trial} came to another place when a worker was lost and its "
-                         f"{self.known[e]} actions were repeated; its simulator depends on more than seed and actions. Take runner='sync'")
+        return
+    other = checksum_of(image, vector) != checksum_of(self.image[e], self.vector[e])
+    if ended and self.done[e] < self.known[e] or self.done[e] == self.known[e] and other: raise ValueError(
+        f"{self.spec.get('task_id', self.spec['name'])}: trial {result.trial} came to another place when a worker was lost and "
+        f"its {self.known[e]} actions were repeated; its simulator depends on more than seed and actions. Take runner='sync'")
 
 # %% ../../nbs/crl/13_engine.ipynb #b5b45b3f
 RENEW = 8192   # steps of each environment in one part
@@ -234,16 +235,19 @@ class Batched(Runner):
 # %% ../../nbs/crl/13_engine.ipynb #e1a20008
 @patch
 def lanes(self:Batched, stage, agent, mark)->Lanes:
+    "The environments of a stage."
     spec,seed = self.specs[stage.task_id],self.cfg.seed
     if self.in_engine: return EngineLanes(spec, agent.n_envs, seed, (stage.t,), mark, self.threads)
     return Lanes(spec, agent.n_envs, self.cfg.image_size, seed, (stage.t,), mark, partial(Workers, n_workers=self.n_workers))
 
 @patch
 def examiner(self:Batched, marks:dict)->Examiner:
+    "Plays the evaluation episodes, as the lanes are played."
     tasks,n,seed = {i: (self.specs[i], mark) for i,mark in marks.items()},self.exp.eval_episodes,self.cfg.seed
     if self.in_engine: return EngineExaminer(tasks, n, seed, self.threads)
     return WorkerExaminer(tasks, n, self.cfg.image_size, seed, self.n_workers)
 
 @patch
 def versions(self:Batched)->dict:
+    "What steps the environments."
     return dict(engine=simulators(self.exp) if self.in_engine else "workers: "+simulators(self.exp))
