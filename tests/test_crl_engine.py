@@ -1,4 +1,4 @@
-"Every agent plays in the engine, from pictures and from numbers; killed runs come back; what has no engine is refused."
+"Every agent plays in the engine, from pictures and from numbers; killed runs come back."
 import pytest
 
 pytest.importorskip("envpool", reason="the extra envpool is not installed")
@@ -64,12 +64,6 @@ def test_continuous_actions_are_learnt_and_resumed(tmp_path):
         agent.learn(lanes.play(agent, 8, draws))
         return torch.cat([p.detach().flatten() for p in agent.net.parameters()])
     assert play(True).equal(play(False))
-
-
-def test_a_kind_without_an_engine_is_refused(tmp_path):
-    from clvla.crl.learner import learn_tasks
-    with pytest.raises(ValueError, match="take runner='sync'"): learn_tasks(config(tmp_path, dict(base="dot_2", env=dict(discrete=True))), say=len)
-    assert not (tmp_path/"run").exists()
 
 
 def actors_config(folder, **kw):

@@ -111,7 +111,7 @@ class Parallel(Runner):
         self.crew,self.version,self.stages,self.played = None,-1,0,[]
 
     @property
-    def plain(self): return Batched(self.cfg, self.exp) if self.engine else Runner(self.cfg, self.exp)
+    def plain(self): return Batched(self.cfg, self.exp, n_workers=0) if self.engine else Runner(self.cfg, self.exp)
     def spaces(self): return self.plain.spaces()   # what is seen, and who evaluates, as without actors
     def examiner(self, marks): return self.plain.examiner(marks)
     def versions(self): return self.plain.versions()

@@ -28,6 +28,7 @@ class Kind:
     rates = ()          # frames a second that data sets of its steps are labelled with; (): that of the recipe
     n_starts = None     # trials below it are the benchmark's own initial states
     hints = {}          # names that people try as a stream -> what to tell them
+    engine = sizes = None # methods of a kind that steps many environments together: (spec, seeds, threads) -> engine; (spec) -> sizes
     python = None       # interpreter of its worker processes, with clvla and the simulator; None = this one
 
     def __init__(self, **attributes):
@@ -49,9 +50,6 @@ class Kind:
     def streams(self)->dict: return {}                     # name -> Stream
     def adopt(self, tasks:list, options)->list: return tasks # `options`: what the user says of the data sets, or None
     def identity(self, spec:dict)->dict: return {}         # e.g. {"assets": version}
-    def engine(self, spec:dict, seeds:list, threads:int=1): # many environments that step together, where it has them
-        raise ValueError(f"{self.label or spec.get('kind')} has no engine that steps many environments together; take runner='sync'")
-    def sizes(self, spec:dict)->dict: return self.engine(spec, [])   # of a task in an engine: picture, state, n_actions, action_dim
     def rates_of(self, env)->tuple: return self.rates or (self.recipe["fps"],)   # of an environment; (): nobody knows
     def title(self, spec:dict)->str: return spec["name"]
     def folder(self, spec:dict)->str:                      # what sets the spec apart from the task's usual one
