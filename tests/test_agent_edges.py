@@ -73,8 +73,8 @@ def test_a_missing_evaluation_is_missing_only_while_its_window_holds_it():
 def test_a_discount_of_zero_learns_the_next_reward_alone():
     "The targets of a rollout are its rewards, whatever the values are, for both kinds of agents."
     from clvla.crl.agent import ends_of
-    from clvla.rl.ppo import check_ends, gae
-    from clvla.rl.vtrace import vtrace
+    from clvla.train.on_policy import check_ends, gae
+    from clvla.crl.vtrace import vtrace
     rng = torch.Generator().manual_seed(0)
     reward, v, next_v, logp = torch.rand(4, 6, 2, generator=rng)
     over = torch.rand(6, 2, generator=rng) < .3

@@ -54,7 +54,7 @@ FAULTS = (   # line, what becomes of it, what is wrong then, tests of the short 
      "a success is reported at the chunk's end", "test_envs envs/00_base"),
     ("mask = np.where((end == T) & bool(terminated), 0,", "mask = np.where((end == T) & (not terminated), 0,",
      "a critic looks past an end, and not past the time limit", "test_rl_replay rl/01_transitions"),
-    ("delta = cut*(reward + mask*next_v - v)", "delta = ratio*(reward + mask*next_v - v)", "V-trace's first limit is left out", "test_crl rl/09_vtrace"),
+    ("delta = cut*(reward + mask*next_v - v)", "delta = ratio*(reward + mask*next_v - v)", "V-trace's first limit is left out", "test_crl crl/21_vtrace"),
     ("""gap = (old["v"]-out["v"]).square().mean()""", """gap = (old["v"]-out["v"]).mean()""", "CLEAR's values are pulled down for ever",
      "test_crl crl/05_clear"),
 )

@@ -120,6 +120,14 @@ def reset(self:Engine):
     self.raw.state.clear()
 
 @patch
+def only(self:Engine, params:dict):
+    "Let the optimizer, whose parameters are one group, move these alone; those that it knew keep their moments."
+    group,wanted = self.raw.param_groups[0],list(params.values())
+    for p in {*group["params"]}-{*wanted}: self.raw.state.pop(p, None)
+    group["params"] = wanted
+    self.groups = dict.fromkeys(wanted, group)
+
+@patch
 def state_dict(self:Engine, params:dict)->dict:
     "The optimizer's state by parameter name."
     return {n: dict(self.moments(p)) for n,p in params.items() if p in self.raw.state}

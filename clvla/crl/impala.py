@@ -15,7 +15,7 @@ from ..cl.base import check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device
 from .agent import Agent, OBSERVED, choose, ends_of, next_values
 from .ppo import PictureNet, check_picture, entropy
-from ..rl.vtrace import vtrace
+from .vtrace import vtrace
 
 # %% ../../nbs/crl/04_impala.ipynb #c7400007
 def look_at(

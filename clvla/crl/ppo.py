@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cl.base import check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device
 from .agent import Agent, OBSERVED, choose, ends_of, log_probs, next_values
-from ..rl.ppo import OnPolicy, check_ends, clip_loss, explained, gae, ratio_metrics, value_loss
+from ..train.on_policy import OnPolicy, check_ends, clip_loss, explained, gae, ratio_metrics, value_loss
 
 # %% ../../nbs/crl/03_ppo.ipynb #c7300007
 def check_picture(image_size:int):

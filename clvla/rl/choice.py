@@ -18,7 +18,8 @@ from .actor import Value
 from .best_of_n import AGREE, critic_state, planned
 from .grpo import GRPO
 from .noise_actor import DrawScore
-from .ppo import PPO, clip_loss, ratio_metrics
+from .ppo import PPO
+from ..train.on_policy import clip_loss, ratio_metrics
 from .token_method import TokenMethod
 from .token_policy import FrozenPolicy, sizes_of
 from .token_ppo import TokenPPO, check_groups_fit, groups_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from ..cl.base import check_choice, check_flag, check_number
 from .actor import Actor, chunk_logp
-from .ppo import OnPolicy, clip_loss, ratio_metrics
+from ..train.on_policy import OnPolicy, clip_loss, ratio_metrics
 
 # %% ../../nbs/rl/08_grpo.ipynb #80a1b208
 def group_advantages(
