@@ -213,6 +213,6 @@ def test_what_processes_cannot_share_is_refused():
                       (dict(init_from="/nowhere/at/all"), "init_from '/nowhere/at/all' does not exist"),
                       (dict(accumulation=8, algo_kw=dict(replay_ratio=.1)), "micro-batch of 4 samples .* rounds to none")):
         with pytest.raises(ValueError, match=words): P.check(resolve(TrainConfig(**(dict(algo="er") | kw))))
-    with pytest.raises(ValueError, match="algo 'mir' reads whole ones; set strategy to 'zero2'"):
-        P.check_strategy(NS(zero3=False), TrainConfig(strategy="zero3", num_processes=2))
+    with pytest.raises(ValueError, match="cl 'mir' reads whole ones; set strategy to 'zero2'"):
+        P.check_strategy(NS(zero3=False), TrainConfig(cl="mir", strategy="zero3", num_processes=2))
     P.check_strategy(NS(), TrainConfig(strategy="zero3", num_processes=2, ema=0.)); P.check_strategy(NS(), TrainConfig(strategy="zero2", machines="a,b"))

@@ -476,7 +476,7 @@ def test_no_page_asks_a_network(page):
     assert not re.search(r"_connected|include_plotlyjs=.?[\"']cdn|include_mathjax=[\"']cdn", code)
     assert not re.search(r"renderers\.default = [\"'](?!(plotly_mimetype|offline)[\"'])", code), "only the data of a figure, or show_offline()"
     assert not any(SCRIPT.search(shown(c)) for c in cells)
-    if json.loads(page.read_text())["metadata"].get("clvla", {}).get("run") == "experiment": assert "show_offline()" in code
+    if json.loads(page.read_text())["metadata"].get("clvla", {}).get("run") == "experiment": assert "show_offline()" in code or "settings_shown(" in code   # which calls it
 
 
 def test_a_page_and_its_export_draw_offline(tmp_path):

@@ -296,7 +296,7 @@ def test_patience_is_the_configs(tmp_path):
     left = pids(run, 2)
     p.terminate()
     assert "process 0 was ended by SIGKILL" in p.communicate(timeout=45)[0] and p.returncode == 1 and not any(map(alive, left))
-    assert "run.path, patience=60*cfg.timeout" in (ROOT/"nbs/run_cl.ipynb").read_text()
+    assert "run.path, patience=60*cfg.timeout" in (ROOT/"nbs/run/19_page.ipynb").read_text()
 
 
 def test_only_machines_that_do_not_meet_are_said_not_to(tmp_path, monkeypatch):

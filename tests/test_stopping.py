@@ -161,7 +161,7 @@ def test_looks_change_no_update_and_off_leaves_no_trace(data, tmp_path, monkeypa
 
 # --- at the door
 @pytest.mark.parametrize("kw,says", [(dict(patience=2, evaluate="none"), "evaluate is 'none'"), (dict(patience=2, curve_points=2), "curve_points 2"),
-    (dict(patience=2, algo="packnet"), "algo 'packnet' plans"), (dict(patience=2, algo="er+packnet"), "algo 'er[+]packnet' plans"),
+    (dict(patience=2, algo="packnet"), "cl 'packnet' plans"), (dict(patience=2, algo="er+packnet"), "cl 'er[+]packnet' plans"),
     (dict(patience=2, look_every=9), "more than 9 updates"), (dict(look_every=3), "look_every is 3, and patience 0"), (dict(look_trials=5), "look_trials is 5"),
     (dict(patience=-1), "patience must not be negative"), (dict(patience=1, look_trials=0), "look_trials must be above 0")])
 def test_what_cannot_end_early_is_refused(data, tmp_path, kw, says):
