@@ -4,7 +4,7 @@ import importlib.util
 import numpy as np
 import pytest
 from clvla.core.names import ACTION, IMAGE, N_ACTIONS, STATE
-from clvla.core.trials import TRIALS, check_trials, trial_number, use_of
+from clvla.core.trials import TRIALS, trial_number, use_of
 from clvla.data.demos import make_demos
 from clvla.data.frames import FrameStore
 from clvla.envs.all import kind_of, kinds, make_env, make_stream
@@ -122,4 +122,3 @@ def test_trials_of_different_uses_never_meet():
     for use in TRIALS: assert use_of(trial_number(use, 7)) == (use, 7)
     for bad in (-1, ranges[-1][1]):
         with pytest.raises(ValueError, match="belongs to no use"): use_of(bad)
-    with pytest.raises(ValueError, match="cannot be used for selection"): check_trials([trial_number("practice", 0)], "selection")

@@ -13,7 +13,8 @@ from clvla.envs.libero.tasks import SUITES, libero_prompt
 from clvla.envs.all import make_env
 from clvla.envs.libero.env import LiberoEnv
 from clvla.envs.libero.assets import bootstrap, init_states
-from clvla.envs.libero.sim import LiberoSim, axis_angle
+from clvla.data.layouts import axis_angle
+from clvla.envs.libero.sim import LiberoSim
 from clvla.envs.pool import EnvPool
 
 # one task per kind of scene; the ones that begin with something open are where stock LIBERO leaks
@@ -128,8 +129,7 @@ def test_parity_with_lerobot(suite, i, monkeypatch):
     for k in range(9):
         np.testing.assert_allclose(e._env.sim.data.qpos, ours.sim.data.qpos, atol=1e-9)
         np.testing.assert_allclose(a["robot_state"]["eef"]["pos"], b[STATE][:3], atol=1e-6)
-        x,y,z,w = a["robot_state"]["eef"]["quat"]
-        np.testing.assert_allclose(axis_angle(np.array([w, x, y, z])), b[STATE][3:6], atol=1e-6)
+        np.testing.assert_allclose(axis_angle(a["robot_state"]["eef"]["quat"][None])[0], b[STATE][3:6], atol=1e-6)
         np.testing.assert_allclose(a["robot_state"]["gripper"]["qpos"], b[STATE][6:], atol=1e-6)
         for c,key in (("image", IMAGE), ("image2", IMAGES+"wrist")):
             np.testing.assert_array_equal(a["pixels"][c][::-1,::-1], b[key])

@@ -21,7 +21,7 @@ from clvla.data.stats import Processor, compute_stats, read_stats, recompute_sta
 from clvla.data.streams import Task, stream_from, stream_json
 from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
-from clvla.policies.weights import load_weights, read_lora, save_base, save_policy
+from clvla.policies.weights import load_weights, read_policy, save_base, save_policy
 from clvla.policies.lora import add_lora
 from clvla.run.config import differences, from_page, read_config
 from clvla.train.config import TrainConfig, resolve
@@ -106,13 +106,13 @@ def test_arguments_of_a_stored_policy(home, tmp_path, change, says):
 
 
 def test_adapters_that_are_incomplete(home):
-    f = home/"lora/policy.json"; data = f.read_bytes(); d = json.loads(data); assert read_lora(f.parent)["rank"] == 2
+    f = home/"lora/policy.json"; data = f.read_bytes(); d = json.loads(data); assert read_policy(f.parent)["lora"]["rank"] == 2
     policy = load_policy(f.parent)
     try:
         for lora in (None, [], {}, dict(rank=2), d["lora"] | dict(base=None), d["lora"] | dict(base=dict(path="x")), d["lora"] | dict(rank=0),
                      d["lora"] | dict(alpha=0), d["lora"] | dict(base=d["lora"]["base"] | dict(sha256="x")), d["lora"] | dict(bias="all")):
             write_json(f, d | dict(lora=lora))
-            for load in (read_lora, load_policy, lambda p: load_weights(policy, p)):
+            for load in (read_policy, load_policy, lambda p: load_weights(policy, p)):
                 with pytest.raises(ValueError, match="policy.json"): load(f.parent)
         write_json(f, d | dict(lora=d["lora"] | dict(base=d["lora"]["base"] | dict(path=".."))))
         with pytest.raises(ValueError, match="frozen weights"): load_policy(f.parent)

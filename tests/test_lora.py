@@ -15,7 +15,7 @@ from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE, TASK_ID
 from clvla.core.files import sha256
 from clvla.policies.all import build_policy, load_policy, make_policy
 from clvla.policies.base import Context, Policy, n_params, param_groups
-from clvla.policies.weights import (check_base, init_weights, load_weights, note_frozen, read_base, read_lora, save_base,
+from clvla.policies.weights import (check_base, init_weights, load_weights, note_frozen, read_base, read_policy, save_base,
     save_policy, stored_weights)
 from clvla.policies.ema import EMA
 from clvla.policies.heads import L1Head
@@ -225,7 +225,7 @@ def test_without_adapters_a_folder_is_as_it_was(run):
     assert (run.root/"plain"/"weights.safetensors").read_bytes() == whole
     about = json.loads((run.root/"plain"/"policy.json").read_text())
     assert list(about) == ["policy", "config"] and about["config"] == json.loads(json.dumps(p.config))
-    assert read_lora(run.root/"plain") is None and stored_weights(p, frozen=True) == {}
+    assert "lora" not in read_policy(run.root/"plain") and stored_weights(p, frozen=True) == {}
 
 def test_a_checkpoint_holds_what_is_trained_and_names_its_base(run):
     held,base = load_file(run.point/"weights.safetensors"),load_file(run.root/"weights"/f"{run.sha}.safetensors")

@@ -22,7 +22,7 @@ from clvla.data.stats import Processor, compute_stats, read_stats, write_stats
 from clvla.data.streams import stream_from, stream_json
 from clvla.envs.all import make_stream
 from clvla.policies.all import load_policy, make_policy
-from clvla.policies.weights import load_weights, read_policy_config, save_policy
+from clvla.policies.weights import load_weights, read_policy, save_policy
 from clvla.run.checkpoint import check_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from clvla.run.config import read_config
 from clvla.train.config import TrainConfig, resolve
@@ -329,7 +329,7 @@ def test_foreign_weights_are_refused(tmp_path, change):
     path = save_policy(make_policy("tiny"), "tiny", tmp_path/"p"); w = load_file(path/"weights.safetensors"); change(w)
     save_file(w, path/"weights.safetensors")
     with pytest.raises(ValueError, match="does not fit this policy"): load_policy(path)
-    assert read_policy_config(path)[0] == "tiny"
+    assert read_policy(path)["policy"] == "tiny"
 
 
 if __name__ == "__main__": watch(Path(sys.argv[1]))

@@ -15,7 +15,8 @@ from clvla.eval.call import batch_gap, idle_row
 from clvla.eval.films import film, film_firsts
 from clvla.eval.metrics import record_key
 from clvla.eval.neighbours import doubt
-from clvla.eval.parts import Book, merge, part_of, plan_of
+from clvla.run.folder import RunFolder
+from clvla.eval.parts import merge, part_of, plan_of, write_plan
 from clvla.eval.player import CLOCK, PARTS, Player
 from clvla.eval.rows import OwnTrials, Queue, Row, own_rows, workers_of
 from clvla.policies.all import make_policy
@@ -340,10 +341,18 @@ def test_films_replay_what_happened(reference, tmp_path):
 
 # ---------------------------------------------------------------------- killed
 
+def in_folder(path, plan, *args, **kw):
+    "Play what a folder of that plan lacks."
+    write_plan(path, plan)
+    folder = RunFolder(path)
+    with folder.lock():
+        folder.clean()
+        run(*args, done=[record_key(r) for r in folder.episodes()], on_record=folder.episode, **kw)
+
 SCRIPT = """
 import sys; sys.path.insert(0, {here!r})
 from test_player import *
-with Book({folder!r}, PLAN) as book: run("queue", 2, 4, done=book.done, on_record=book.add, env=dict(slow=.002))
+in_folder({folder!r}, PLAN, "queue", 2, 4, env=dict(slow=.002))
 """
 PLAN = plan_of({"weights": "12ab"}, [(INFO, list(PROMPTS))], range(N), 7, BATCH)
 
@@ -364,7 +373,7 @@ def test_shares_are_merged(reference, tmp_path):
     folders = []
     for a in range(3):
         folders.append(tmp_path/f"{a}")
-        with Book(folders[-1], {**PLAN, "part": [a, 3]}) as book: run("queue", 1+a, 2+2*a, done=book.done, on_record=book.add, pool_kw=dict(part=(a, 3)))
+        in_folder(folders[-1], {**PLAN, "part": [a, 3]}, "queue", 1+a, 2+2*a, pool_kw=dict(part=(a, 3)))
     merged = merge(folders); assert bare(merged.records) == bare(reference) and (merged.missing, merged.parts, merged.plan["part"]) == ([], [], [0, 1])
 
 # ---------------------------------------------------------------------- simulators

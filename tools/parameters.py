@@ -40,12 +40,13 @@ def fields_with_help(groups):
 
 def settings_with_owner(menus):
     "Name, default and owners of every setting of the algorithms, policies and methods that come with the library."
-    from clvla.run.config import arguments, settings_of
+    from clvla.core.config import arguments_of
+    from clvla.run.config import settings_of
     from clvla.train.config import FILLED
     owners, filled = {}, dict(model_kw=FILLED, runner_kw=("cfg", "exp"))   # arguments that the run gives
     for kind, menu in menus.items():
         for name in menu:
-            defaults = {p.name: p.default for p in arguments(menu[name])}
+            defaults = {p.name: p.default for p in arguments_of(menu[name]).values()}
             for setting in settings_of(menu[name], filled.get(kind, ("seed",))):
                 owners.setdefault(setting, []).append((name, defaults[setting]))
     for setting, given in owners.items():

@@ -21,16 +21,13 @@ def append_jsonl(
     try:
         with open(path, "ab", buffering=0) as f:
             size = f.seek(0, os.SEEK_END)
-            try: _write_all(f, line)
+            try:
+                while line: line = line[f.write(line):]   # an unbuffered file may take it in parts
             except OSError:
                 with suppress(OSError): f.truncate(size)
                 raise
     except OSError as e:
         raise os_error(f"could not append to {path}: {system_message(e)}; the records before are whole", e) from e
-
-def _write_all(f, data:bytes):
-    "Write all of `data` to an unbuffered file, which may take it in parts."
-    while data: data = data[f.write(data):]
 
 def read_jsonl(
     path,      # a .jsonl file; one that does not exist has no records

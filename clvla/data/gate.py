@@ -44,10 +44,14 @@ def read_rows(
 )->Rows:
     "The counted columns of all data files."
     require("pyarrow", "lerobot")
+    from pyarrow.parquet import ParquetFile
     tables = []
     for file in data_files(path):
+        with reading(file), ParquetFile(file) as f: there = f.schema_arrow.names
         tables.append(read_columns(file, COUNTED, ("index", "timestamp")))
-        _check_columns(file, needed)
+        if lack := [k for k in needed if k not in there]:
+            raise ValueError(f"{file} lacks columns {lack}, which 'features' of meta/info.json names; fetch the data set "
+                             "again")
     cols = {k: [t[k].to_numpy() for t in tables] for k in ("index", "timestamp", *COUNTED)
             if all(k in t.column_names for t in tables)}
     cols = {k: np.concatenate(v) for k,v in cols.items()}
@@ -56,13 +60,6 @@ def read_rows(
                          "again")
     if not len(cols["frame_index"]): raise ValueError(f"{path}: data/ has no rows; fetch the data set again")
     return Rows(*(cols.get(k) for k in (*COUNTED, "index", "timestamp")), [len(t) for t in tables])
-
-def _check_columns(file, needed):
-    "ValueError when a data file lacks a column that info.json names."
-    from pyarrow.parquet import ParquetFile
-    with reading(file), ParquetFile(file) as f: there = f.schema_arrow.names
-    if lack := [k for k in needed if k not in there]:
-        raise ValueError(f"{file} lacks columns {lack}, which 'features' of meta/info.json names; fetch the data set again")
 
 # %% ../../nbs/data/11_gate.ipynb #00b2808c
 def check_rows(

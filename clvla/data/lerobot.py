@@ -335,29 +335,23 @@ def import_task(
     parts = task.source["parts"]
     n = sum(k for o in parts for _,k,_ in episode_list(o["path"], o["task_index"]))
     if not n: raise ValueError(f"task {task.id!r} has no frames in {[o['path'] for o in parts]}")
-    for o in parts: _say_left_out(o, cameras)
+    for o in parts:
+        depth,named = lerobot_index(o["path"]).depth,cameras or o.get("layout", {}).get("cameras")
+        if depth and not named:
+            print(f"{o['path']}: {', '.join(depth)} hold depth and are left out; name them with `cameras` to have them")
     eps = (e for o in parts for e in read_lerobot(o["path"], o["task_index"], image_size, cameras, o.get("layout")))
     store = write_store(out, eps, n, source)
     if (now := fingerprint(task, image_size, cameras, notes)) == source: return store
     (out/"meta.json").unlink()
-    raise ValueError(f"{task.id!r}: {_first_difference(source, now)} while the data set was read; wait until it is whole")
+    a,b = what_it_holds(source),what_it_holds(now)
+    changed = next((k for k in sorted({*a, *b}) if a.get(k) != b.get(k)), "a path")
+    raise ValueError(f"{task.id!r}: {changed} changed while the data set was read; wait until it is whole")
 
 def _form(out:Path):
     "The form in which a store notes its data sets."
     meta = read_json(out/"meta.json")
     source = meta.get("source") if isinstance(meta, dict) else None
     return source.get("form") if isinstance(source, dict) and source.get("kind") == "lerobot" else FORM
-
-def _first_difference(a:dict, b:dict)->str:
-    "What changed between two sources."
-    a,b = what_it_holds(a),what_it_holds(b)
-    return next((f"{k} changed" for k in sorted({*a, *b}) if a.get(k) != b.get(k)), "a path changed")
-
-def _say_left_out(part:dict, cameras):
-    "Say which cameras are not read because they hold depth."
-    named = cameras or part.get("layout", {}).get("cameras")
-    if (left := lerobot_index(part["path"]).depth) and not named:
-        print(f"{part['path']}: {', '.join(left)} hold depth and are left out; name them with `cameras` to have them")
 
 def import_lerobot(
     paths,                 # folder or folders of LeRobotDataset v3

@@ -41,17 +41,6 @@ def refuse_or_say(
     raise ValueError(f"{found}; {remedy}{' or ' if remedy else ''}accept it with accept={word!r}")
 
 # %% ../../nbs/data/13_mixtures.ipynb #56ff4388
-def _ratio(
-    feature:dict # of a picture, in info.json
-)->tuple|None:   # (h, w), pixels
-    "Height and width of a camera's pictures; None where the shape is none of a picture."
-    shape = [n for n in feature["shape"] if type(n) is int and n > 0]
-    if len(shape) != 3: return None
-    names = feature.get("names") or ()
-    named = isinstance(names, (list, tuple)) and names
-    first = names[0] in ("channel", "channels", "c") if named else shape[0] in (1, 3, 4)
-    return tuple(shape[1:] if first else shape[:2])
-
 def _flat(names)->list:
     "The names of an axis as one list of texts; [] where there are none."
     if isinstance(names, dict): return [text for value in names.values() for text in _flat(value)]
@@ -69,7 +58,8 @@ def facts(
     part:dict # of a task's source, with "path", and perhaps with "layout"
 )->dict:      # fps, robot, cameras, named, ratios, sizes, names
     "What a data set means by its columns; ValueError where one is missing."
-    from clvla.data.lerobot import camera_map   # simulators with an interpreter of their own import this module, and have numpy only
+    # simulators with an interpreter of their own import this module, and have numpy only
+    from clvla.data.lerobot import camera_map, declared_size
     path,layout = part["path"],part.get("layout", {})
     info,own = lerobot_info(path),{STATE: STATE, ACTION: ACTION} | layout.get("columns", {})
     try: cams = camera_map(info, layout.get("cameras"), path, own)
@@ -80,7 +70,7 @@ def facts(
     if "state" in layout: sizes[STATE],names[STATE] = STATES["axis_angle"][0],[]   # which is what it is converted to
     return dict(fps=info.get("fps"), robot=info.get("robot_type"), cameras=cams,
                 named={k for k,column in cams.items() if k in given or k == column},
-                ratios={k: _ratio(features[column]) for k,column in cams.items()},
+                ratios={k: declared_size(features[column]) for k,column in cams.items()},
                 sizes=sizes, names={k: texts if len(texts) == sizes[k] else [] for k,texts in names.items()})
 
 def how(

@@ -42,10 +42,6 @@ class Stage:
     task:Task  # what is trained there
 
 # %% ../../nbs/data/00_streams.ipynb #dad08716
-def _leads_out(name:str)->bool:
-    "Whether a name, as a path in a folder, leads out of that folder."
-    return isinstance(name, str) and (name.startswith("/") or ".." in name.replace("\\", "/").split("/"))
-
 @dataclass(frozen=True)
 class Stream:
     "Tasks, the order in which they come, and how often."
@@ -57,7 +53,8 @@ class Stream:
     def __post_init__(self):
         object.__setattr__(self, "tasks", tuple(self.tasks))
         ids = [task.id for task in self.tasks]
-        if wrong := [x for x in (self.name, *ids) if _leads_out(x)]:
+        out = lambda x: isinstance(x, str) and (x.startswith("/") or ".." in x.replace("\\", "/").split("/"))
+        if wrong := [x for x in (self.name, *ids) if out(x)]:
             raise ValueError(f"stream {self.name!r}: {wrong[0]!r} leads out of the folders that it names; choose a name without '..'")
         if not ids: raise ValueError(f"stream {self.name!r} has no tasks; a stream needs at least one")
         if twice := sorted({i for i in ids if ids.count(i) > 1}):

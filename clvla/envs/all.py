@@ -135,14 +135,12 @@ def _of_folders(spec, split, options:dict)->Stream:
         raise ValueError(f"the stream's name is empty (suite={spec!r}); name one, as in suite='mw5', or a folder of a "
                          f"data set; registered are {', '.join(stream_names())}")
     paths = [fetch(path) if str(path).startswith("hf:") else path for path in paths]
-    if isinstance(spec, (str, Path)) and not Path(paths[0]).exists(): _unknown(str(spec))
+    if isinstance(spec, (str, Path)) and not Path(paths[0]).exists():
+        name = str(spec)
+        hint = next((kind.hints[name] for kind in kinds.values() if name in kind.hints), None)
+        raise ValueError(f"{name!r} is neither a registered stream nor an existing folder"
+                         f"{hint or closest(name, stream_names())}")
     return Stream("+".join(Path(path).name for path in paths), adopted(split(paths), options))
-
-def _unknown(name:str):
-    "Raise ValueError for a name that is no stream and no folder."
-    hint = next((kind.hints[name] for kind in kinds.values() if name in kind.hints), None)
-    raise ValueError(f"{name!r} is neither a registered stream nor an existing folder"
-                     f"{hint or closest(name, stream_names())}")
 
 # %% ../../nbs/envs/06_all.ipynb #c723b90a
 def _plain(text:str)->str: return " ".join(text.split()).strip(" .").lower()

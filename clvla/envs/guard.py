@@ -108,14 +108,12 @@ def chunk_of(env, method, answer, actions, out=None, watch=())->tuple:
     if not isinstance(n, (int, np.integer)) or not 1 <= n <= most or n < most and not (terminated or truncated):
         _misfit(env, method, f"n_steps {shown(n)} for {most} actions, terminated {terminated}, truncated {truncated}",
                 f"{most}, or fewer where the episode ended")
-    rewards = numbers_of(env, method, rewards, n, "rewards").astype(float) if not _are_rewards(rewards, n) else rewards
+    usual = type(rewards) is np.ndarray and rewards.dtype == float and rewards.shape == (n,)
+    if not (usual and np.isfinite(rewards).all()): rewards = numbers_of(env, method, rewards, n, "rewards").astype(float)
     if lacking := sorted(k for k in watch if k <= n and k not in env.watched):
         _misfit(env, method, f"observations of steps {sorted(env.watched)}", f"in `watched` also those of {lacking}")
     for k in env.watched: observation_of(env, method, env.watched[k])
     return observation_of(env, method, obs),rewards,success,terminated,truncated,int(n)
-
-def _are_rewards(v, n:int)->bool:
-    return type(v) is np.ndarray and v.dtype == float and v.shape == (n,) and bool(np.isfinite(v).all())
 
 def action_of(env, method, action, *args, **kw):
     "An expert's action, unchanged; the state that it was chosen in is looked at as well, since a demonstration holds both."

@@ -26,17 +26,12 @@ def predict(
     device = next(policy.parameters()).device
     raw = {**obs, PROMPT: [row.task.prompt for row in rows], TASK_ID: [row.task.id for row in rows]}
     if N_ACTIONS in raw: raw[N_ACTIONS] = torch.tensor(raw[N_ACTIONS])
-    noise = _noise_of(policy, rows)
-    if noise is not None: noise = noise.to(device)
+    noise = [None if row.trial is None else policy.chunk_noise(row.rng) for row in rows]   # each row's own generator
+    drawn = next((z for z in noise if z is not None), None)   # None: the policy needs none
+    zeros = lambda z: torch.zeros_like(drawn) if z is None else z
+    noise = None if drawn is None else torch.stack([zeros(z) for z in noise]).to(device)
     with torch.inference_mode(): chunk = chunk_of(policy, to_device(processor.obs(raw), device), rows, noise=noise)
     return processor.unnormalise(chunk.float().cpu()).numpy()
-
-def _noise_of(policy, rows):
-    "Noise from each row's own generator, zeros for idle rows; None for a policy without noise."
-    noise = [None if row.trial is None else policy.chunk_noise(row.rng) for row in rows]
-    drawn = next((z for z in noise if z is not None), None)
-    if drawn is None: return None
-    return torch.stack([torch.zeros_like(drawn) if z is None else z for z in noise])
 
 def idle_row(
     tasks, # of the stream, with `prompt`

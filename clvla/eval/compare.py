@@ -17,8 +17,8 @@ import plotly.graph_objects as go
 from ..core.config import long_form
 from ..core.names import closest
 from ..core.files import read_json
-from clvla.eval.metrics import (JOINT, SuccessMatrix, from_records, measure_records, of_matrix, plain, read_records,
-    upto)
+from ..core.records import read_jsonl
+from .metrics import JOINT, SuccessMatrix, from_records, measure_records, of_matrix, plain, upto
 from .plots import small
 from .stats import final, metric_intervals, paired, seed_intervals, t_interval, t_test
 
@@ -69,7 +69,7 @@ def read_run(path)->Run:
         config = {**config, "evaluation": path.name, "n_trials": settings.get("n_trials", config.get("n_trials"))}
     stream = read_json(streams[0])
     cost = read_json(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
-    return run_from(path, config, stream, read_records(path/"episodes.jsonl"), cost)
+    return run_from(path, config, stream, read_jsonl(path/"episodes.jsonl"), cost)
 
 def _is_evaluation(path:Path, settings:dict)->bool:
     "Whether a folder is an evaluation inside a run, and no run of its own."

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLOTLY', 'CSS', 'small', 'heatmap', 'success_lines', 'Table', 'metrics_table', 'replay_bars', 'time_split',
-           'loss_curves', 'figure_html', 'plotly_script', 'OfflineRenderer', 'show_offline', 'page_html', 'slim_page',
-           'report_html']
+           'loss_curves', 'figure_html', 'plotly_script', 'OfflineRenderer', 'show_offline', 'page_html', 'report_html']
 
 # %% ../../nbs/eval/07_plots.ipynb #cdbc781e
 import html, re
@@ -168,19 +167,6 @@ def page_html(
     body = re.sub(r'<script src="">\s*</script>', "", body)   # nbconvert's, for addresses that were left out
     if plotly_script() not in body: body = body.replace("</head>", plotly_script()+"</head>", 1)
     return write_atomic(path, lambda tmp: Path(tmp).write_text(body, encoding="utf-8"))
-
-# %% ../../nbs/eval/07_plots.ipynb #c7646140
-def slim_page(
-    page # a notebook with outputs; rewritten
-)->Path:
-    "Keep only the data of a page's figures, which Jupyter draws; needs nbformat."
-    import nbformat
-    nb = nbformat.read(page, 4)
-    for cell in (c for c in nb.cells if "outputs" in c):
-        cell.outputs = [o for o in cell.outputs if "PlotlyConfig" not in "".join(o.get("data", {}).get("text/html", ""))
-                        or PLOTLY in o["data"]]
-        for output in (o for o in cell.outputs if PLOTLY in o.get("data", {})): output["data"].pop("text/html", None)
-    return write_atomic(page, lambda tmp: nbformat.write(nb, tmp))
 
 # %% ../../nbs/eval/07_plots.ipynb #b497109d
 CSS = ("body{font:15px sans-serif;max-width:1000px;margin:2em auto;padding:0 1em} table{border-collapse:collapse} "

@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['HALVES', 'Context', 'check_obs', 'check_action', 'use_tf32', 'computing_in', 'in_precision', 'Policy', 'encoded',
-           'camera_pixels', 'chunks_noise', 'check_count', 'arguments_of', 'check_images', 'param_groups', 'n_params']
+           'camera_pixels', 'chunks_noise', 'check_count', 'check_images', 'param_groups', 'n_params']
 
 # %% ../../nbs/policies/00_base.ipynb #2e1e85d8
-import functools, inspect, torch
+import functools, torch
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fastcore.basics import patch
 from torch import Tensor, nn
+from ..core.config import arguments_of
 from ..core.contract import ContractError, author, shown
 from ..core.names import ACTION, IMAGE, IMAGES, N_ACTIONS, PAD, STATE, closest
 from .dropout import dropping, seeds_of
@@ -108,8 +109,8 @@ class Policy(nn.Module):
     left,source = (),None # names of the weights that are left in a folder of published ones, and dict(path, sha256)
 
     def __init__(self,
-        config:dict # keyword arguments that build this policy again; `H` and `action_dim` are among them
-    ):
+        config:dict, # keyword arguments that build this policy again; `H` and `action_dim` are among them
+        /):
         super().__init__()
         self.config,self.H,self.A = dict(config),config["H"],config["action_dim"]
         self.pixels = camera_pixels(config.get("image_size"), config.get("cameras") or ())
@@ -130,16 +131,25 @@ class Policy(nn.Module):
         "Loss (mean, or one per sample); what the head predicted, `pred`, and one vector of each observation, `pooled`."
         if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
         check_action(batch, self.H, self.A)
+        loss,out = self.losses(batch, noise, time)
+        return (loss.mean() if reduction == "mean" else loss),out
+
+    def losses(self, batch:dict, noise, time)->tuple:
+        "What `forward` gives, with one loss per sample."
         ctx = replace(encoded(self, batch), n_actions=batch.get(N_ACTIONS))
         loss,out = self.head.loss(ctx, batch[ACTION], batch[PAD], noise, time)
-        return (loss.mean() if reduction == "mean" else loss), out | dict(pooled=ctx.pooled)
+        return loss,out | dict(pooled=ctx.pooled)
 
     @torch.no_grad()
     @in_precision
     def predict_chunk(self, obs:dict, *, n:int=1, noise=None, generator=None)->Tensor:
         "Normalised actions (B,H,A) for B observations; with n > 1 (B,n,H,A) from one encoding, `noise` likewise."
-        ctx = replace(encoded(self, obs), n_actions=obs.get(N_ACTIONS))
-        return self.head.sample(ctx, chunks_noise(self, len(ctx.pooled), n, noise, generator))
+        noise = chunks_noise(self, len(obs[STATE]), n, noise, generator)
+        return self.chunks(obs, n, noise if noise is None else noise.to(obs[STATE].device))
+
+    def chunks(self, obs:dict, n:int, noise)->Tensor:
+        "What `predict_chunk` gives, from noise that fits."
+        return self.head.sample(replace(encoded(self, obs), n_actions=obs.get(N_ACTIONS)), noise)
 
 # %% ../../nbs/policies/00_base.ipynb #b6a25349
 def encoded(
@@ -228,18 +238,6 @@ def check_count(
     kind = "whole number" if multiple == 1 else f"multiple of {multiple}"
     raise ValueError(f"policy {who}: {name} is {value!r}, expected a {kind} from {least} to {most}; correct {name} "
                      "(model_kw of a run)")
-
-def arguments_of(
-    cls # a class
-)->dict:# argument -> `inspect.Parameter`
-    "The arguments of a class; where its `__init__` takes `**kw`, those of its parents too."
-    known = {}
-    for c in cls.__mro__:
-        if "__init__" not in vars(c): continue
-        params = list(inspect.signature(c.__init__).parameters.values())[1:]
-        known = {p.name: p for p in params if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} | known
-        if not any(p.kind == p.VAR_KEYWORD for p in params): break
-    return known
 
 @patch(cls_method=True)
 def check(cls:Policy,

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['SIMPLE', 'NOT_PARAMETERS', 'PAGES', 'VISIBLE', 'CHOSEN', 'RunConfig', 'table', 'hosts', 'world_of', 'threads_of',
            'typed', 'literal', 'value_of', 'make_config', 'settings_at', 'a_dict', 'put_setting', 'owner_of', 'way_to',
-           'settings_of', 'arguments', 'setting_value', 'from_page', 'cl_parts', 'cl_settings', 'sorted_cl',
-           'papermill_command', 'work_in_project', 'page_begins', 'check_values', 'check_most', 'check_settings',
-           'check_machine', 'check_workers', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus',
-           'use_gpus', 'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve', 'identity',
-           'differences', 'read_config', 'refuse_twice', 'given_twice', 'files_of', 'fitted', 'page_config']
+           'settings_of', 'setting_value', 'from_page', 'cl_parts', 'cl_settings', 'sorted_cl', 'papermill_command',
+           'work_in_project', 'page_begins', 'check_values', 'check_most', 'check_settings', 'check_machine',
+           'check_workers', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus', 'use_gpus',
+           'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve', 'identity', 'differences',
+           'read_config', 'refuse_twice', 'given_twice', 'files_of', 'fitted', 'page_config']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
-import inspect, math, os, sys
+import math, os, sys
 from ast import literal_eval
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from ..core.config import config_from, config_json, long_form, short_form, stored_config
+from ..core.config import arguments_of, config_from, config_json, long_form, short_form, stored_config
 from ..core.files import expanded, read_json
 from ..core.names import closest
 from ..core.pictures import check_pixels
@@ -198,19 +198,7 @@ def settings_of(
 )->dict:       # name -> type; `object` where the signature has none
     "What somebody may set of an algorithm or a policy: the arguments of its signature."
     wanted = lambda p: object if p.annotation is p.empty else p.annotation
-    return {p.name: wanted(p) for p in arguments(thing) if p.name not in without}
-
-def arguments(
-    thing # a class or function
-)->list:  # of `inspect.Parameter`
-    "The named arguments; where a class takes further ones by `**`, its parent's too."
-    if getattr(thing, "__init__", None) is object.__init__: return []
-    args = [*inspect.signature(thing).parameters.values()]
-    named = [p for p in args if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    passes_on = isinstance(thing, type) and any(p.kind == p.VAR_KEYWORD for p in args)
-    if not passes_on: return named
-    own = {p.name for p in named}
-    return named+[p for p in arguments(thing.__mro__[1]) if p.name not in own]
+    return {p.name: wanted(p) for p in arguments_of(thing).values() if p.name not in without}
 
 SIMPLE = {"int", "float", "bool", "str", "None", "list", "dict", "tuple"}
 

@@ -9,7 +9,6 @@ __all__ = ['INDEX', 'FORMAT', 'VERSIONS', 'home', 'check_versions', 'index', 'da
 
 # %% ../../../nbs/envs/libero/03_assets.ipynb #b8991512
 import ctypes.util, fcntl, functools, importlib.metadata, json, logging, os, re, shutil
-from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 from ...core.names import closest
@@ -133,19 +132,14 @@ def pointed(file:Path)->Path|None:
     root = Path(read_json(file)["root"]) if file.is_file() else None
     return root if root and index(root) else None
 
-@contextmanager
-def _locked(path:Path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
 def lay_out(
     p:Path,    # a folder or an archive
     say=print  # called with each line of news
 )->Path:       # the prepared folder
     "Prepare a source, if that is not done yet or a file of it is missing or changed."
-    with _locked(home()/".lock"):
+    home().mkdir(parents=True, exist_ok=True)
+    with open(home()/".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         root = pointed(pointer(p)) or home()/f"assets-{digest([p]) if p.is_dir() else sha256(p)[:12]}"
         for d in home().glob(".new-*"): shutil.rmtree(d, ignore_errors=True)   # of a preparation that was killed
         if not index(root) or damaged(root, deep=True):

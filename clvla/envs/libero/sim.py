@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PROTOCOLS', 'VISUALS', 'SETTLE', 'NOOP', 'CAMERAS', 'check_task', 'folder_of', 'state_only', 'light', 'scene_filter',
-           'seeded', 'make_domain', 'osc_torques', 'compiled', 'rotation_error', 'FusedStep', 'LiberoSim', 'axis_angle',
+           'seeded', 'make_domain', 'osc_torques', 'compiled', 'rotation_error', 'FusedStep', 'LiberoSim',
            'bind_contexts']
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #a9f8177a
@@ -14,8 +14,10 @@ from fastcore.basics import patch
 from pathlib import Path
 from ...core.names import closest
 from ...core.seeds import seed_of
+from ...data.layouts import axis_angle
 from .assets import bootstrap, init_states, tree
-from .states import N_STATES, SUITES, task_names
+from .states import N_STATES
+from .tasks import SUITES, check_suite
 from ..render import FastRenderer
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #823c36ff
@@ -26,7 +28,7 @@ def check_task(
     protocol="fast", visuals=None, cell=0.
 ):
     "ValueError for a task or a way of simulating that there is not; quick, nothing is loaded."
-    names = task_names(suite)
+    names = SUITES[check_suite(suite)]
     if name not in names: raise ValueError(f"{suite} has no task {name!r}{closest(name, names)}")
     for what,x,known in (("protocol", protocol, PROTOCOLS), ("visuals", visuals or "lite", VISUALS)):
         if x not in known: raise ValueError(f"unknown {what} {x!r}{closest(x, known)}")
@@ -299,20 +301,13 @@ def _place(self:LiberoSim, hard):
     raise RuntimeError(f"{self.suite}, {self.name}: LIBERO's sampler found no place for its objects in 100 tries")
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #d7726d75
-def axis_angle(
-    quat # (4,) w, x, y, z, as MuJoCo has it
-):       # (3,) axis times angle, radians, angle in [0, 2 pi)
-    "The turn that a quaternion stands for, in the form that LIBERO's data sets have."
-    w = np.clip(quat[0], -1, 1)
-    s = np.sqrt(1-w*w)
-    return np.zeros(3) if s < 1e-12 else quat[1:]*(2*np.arccos(w)/s)
-
 @patch
 def feel(self:LiberoSim):
     "The eight numbers now: hand position, metres; axis-angle, radians; two fingers, metres."
     r,d = self.domain.robots[0],self.domain.sim.data
     fingers = d.qpos[r._ref_gripper_joint_pos_indexes]
-    return np.concatenate([d.site_xpos[r.eef_site_id], axis_angle(d.get_body_xquat(r.robot_model.eef_name)), fingers])
+    quat = np.roll(d.get_body_xquat(r.robot_model.eef_name), -1)   # x y z w
+    return np.concatenate([d.site_xpos[r.eef_site_id], axis_angle(quat[None])[0], fingers])
 
 @patch
 def step(self:LiberoSim,

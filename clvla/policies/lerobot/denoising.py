@@ -13,12 +13,12 @@ from pathlib import Path
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ...core.names import ACTION, PAD, PROMPT, STATE, require
-from ..base import Context, check_action, chunks_noise, in_precision
+from ..base import Context
 from ..heads import masked_mean
 from .adapter import ACT, LeRobot
 from .smolvla import ExpertNoise, set_to
 from ..vlm.pretrained import Stock, check_settings, open_folder, quiet
-from ..vlm.trunk import Turn, WORDS, word_merges
+from ..vlm.trunk import Turn, byte_tokenizer
 
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #1d100007
 class StepNoise(ExpertNoise):
@@ -66,23 +66,17 @@ class Denoising(LeRobot):
         mask = torch.ones(len(seen), 1, dtype=torch.bool, device=seen.device)
         return Context(pooled=seen, tokens=seen[:,None], mask=mask, spans=dict(observation=slice(0, 1)))
 
-    def forward(self, batch, *, noise=None, time=None, reduction="mean"):
-        "Loss (eq. 1), prediction and the observation's vector."
-        if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
-        check_action(batch, self.H, self.A)
+    def losses(self, batch, noise, time):
+        "Losses (eq. 1), prediction and the observation's vector."
         draws = self.head.check(noise, time, len(batch[PAD]), batch[STATE].device)
         seen,scheduler = self.see(self.inputs(batch)),self.denoiser.noise_scheduler
         action = held(batch[ACTION], batch[PAD])
         pred = torch.stack([self.denoise(scheduler.add_noise(action, x, t), t, seen).float() for x,t in draws], 1)
         learns_noise = scheduler.config.prediction_type == "epsilon"
         goal = torch.stack([x if learns_noise else action for x,_ in draws], 1)
-        loss = masked_mean((pred-goal)**2, batch[PAD])
-        return (loss.mean() if reduction == "mean" else loss),dict(pred=pred, pooled=seen.float())
+        return masked_mean((pred-goal)**2, batch[PAD]),dict(pred=pred, pooled=seen.float())
 
-    @torch.no_grad()
-    @in_precision
-    def predict_chunk(self, obs, *, n=1, noise=None, generator=None):
-        noise = chunks_noise(self, len(obs[STATE]), n, noise, generator).to(obs[STATE].device)
+    def chunks(self, obs, n, noise):
         seen,scheduler = self.see(self.inputs(obs)).repeat_interleave(n, 0),self.denoiser.noise_scheduler
         x = noise.reshape(-1, self.H, self.A)
         scheduler.set_timesteps(self.denoiser.num_inference_steps)
@@ -140,17 +134,11 @@ CLIP = "<|startoftext|>","<|endoftext|>"
 @functools.lru_cache(maxsize=1)
 def tiny_clip_tokenizer():
     "A byte-level tokenizer with a vocabulary of words, which writes CLIP's marks around them."
-    require("transformers", "vlm")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-    merges = word_merges(["a", *WORDS])
-    pieces = dict.fromkeys([*CLIP, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a+b for a,b in merges)])
-    model = Tokenizer(models.BPE(vocab={p: i for i,p in enumerate(pieces)}, merges=merges))
-    model.pre_tokenizer,model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False),decoders.ByteLevel()
-    model.post_processor = processors.TemplateProcessing(single=f"{CLIP[0]} $A {CLIP[1]}",
-                                                         special_tokens=list(zip(CLIP, (0, 1))))
-    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token=CLIP[0], eos_token=CLIP[1], pad_token=CLIP[1],
-                                   padding_side="right", clean_up_tokenization_spaces=False)
+    tokenizer = byte_tokenizer(CLIP, bos_token=CLIP[0], eos_token=CLIP[1], pad_token=CLIP[1], padding_side="right")
+    from tokenizers.processors import TemplateProcessing
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{CLIP[0]} $A {CLIP[1]}",
+                                                                    special_tokens=list(zip(CLIP, (0, 1))))
+    return tokenizer
 
 def write_clip(
     folder, # where; made if it does not exist
@@ -191,18 +179,11 @@ class MultiTaskDiT(Denoising):
     head_names = "net.noise_predictor.","net.observation_encoder.text_encoder.projection."
     published = True
 
-    def __init__(self,
-        image_size:int|dict=48,   # height and width of the pictures, pixels; a dict gives each image key its own
-        state_dim:int=4,          # S
-        action_dim:int=4,         # A
-        H:int=8,                  # steps of a chunk
-        head:str="",              # the family has one
-        cameras:tuple|None=None,  # image keys; None: the main camera, or those of `image_size`
-        options:dict|None=None,   # further fields of LeRobot's configuration
-        weights:str=""            # folder or hub name of CLIP; "": the family's own
+    def __init__(self, *args,
+        weights:str="", # folder or hub name of CLIP; "": the family's own
+        **kw            # as of `LeRobot`
     ):
-        self.start(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                        cameras=cameras, options=options, weights=weights))
+        super().__init__(*args, weights=weights, **kw)
         self.longest_prompt = self.net.config.tokenizer_max_length-2
 
     @property

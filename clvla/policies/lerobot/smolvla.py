@@ -16,11 +16,11 @@ from pathlib import Path
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ...core.names import ACTION, IMAGES, PAD, PROMPT, STATE, at_place, require
-from ..base import Context, check_action, chunks_noise, in_precision
+from ..base import Context
 from ..heads import beta_time, masked_mean
 from .adapter import LeRobot, check_options, watching
-from ..vlm.pretrained import Stock, check_settings, open_folder, quiet
-from ..vlm.trunk import VLMShape, Turn, WORDS, on_meta, tile, word_merges
+from ..vlm.pretrained import Stock, check_settings, quiet
+from ..vlm.trunk import VLMShape, Turn, byte_tokenizer, folder_of, on_meta, tile
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00007
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,9 @@ MARKS = "<|im_start|>","<end_of_utterance>","<|im_end|>","<image>","<fake_token_
 @functools.lru_cache(maxsize=1)
 def tiny_smol_tokenizer():
     "A byte-level tokenizer with a vocabulary of words and the marks that SmolVLM's processor asks for."
-    require("transformers", "vlm")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    merges = word_merges(["a", *WORDS])
-    pieces = dict.fromkeys([*MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a+b for a,b in merges)])
-    model = Tokenizer(models.BPE(vocab={p: i for i,p in enumerate(pieces)}, merges=merges))
-    model.pre_tokenizer,model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False),decoders.ByteLevel()
     names = "end_of_utterance_token","image_token","fake_image_token","global_image_token"
-    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token=MARKS[0], eos_token=MARKS[1], pad_token=MARKS[2],
-                                   extra_special_tokens=dict(zip(names, (MARKS[1], *MARKS[3:]))),
-                                   padding_side="right", clean_up_tokenization_spaces=False)
+    return byte_tokenizer(MARKS, bos_token=MARKS[0], eos_token=MARKS[1], pad_token=MARKS[2],
+                          extra_special_tokens=dict(zip(names, (MARKS[1], *MARKS[3:]))), padding_side="right")
 
 def write_vlm(
     shape:SmolShape,
@@ -135,23 +127,16 @@ class SmolVLA(LeRobot):
     vlm = "net.model.vlm_with_expert.vlm." # its weights
     head_names = "net.model.vlm_with_expert.lm_expert.","net.model.action_","net.model.state_proj."
 
-    def __init__(self,
-        image_size:int|dict=48,   # height and width of the pictures, pixels; a dict gives each image key its own
-        state_dim:int=4,          # S
-        action_dim:int=4,         # A
-        H:int=8,                  # steps of a chunk
-        head:str="flow",          # the family has one
-        cameras:tuple|None=None,  # image keys; None: the main camera, or those of `image_size`
-        options:dict|None=None,   # further fields of LeRobot's configuration
-        weights:str=""            # folder or hub name of SmolVLM2; "": the family's own
+    def __init__(self, *args,
+        weights:str="", # folder or hub name of SmolVLM2; "": the family's own
+        **kw            # as of `LeRobot`
     ):
-        self.start(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                        cameras=cameras, options=options, weights=weights))
+        super().__init__(*args, weights=weights, **kw)
         self.line = Line(self.net.model.vlm_with_expert.processor.tokenizer)
         self.longest_prompt = self.net.config.tokenizer_max_length
 
     def build(self, options):
-        folder = self.folder_of(self.config)
+        folder = folder_of(self, self.config)
         self.shape = self.shape_of(folder)
         with tempfile.TemporaryDirectory() as temp, quiet(), redirect_stdout(io.StringIO()): # LeRobot prints
             path = folder.path if folder else write_vlm(self.shape, temp)
@@ -168,13 +153,6 @@ class SmolVLA(LeRobot):
     def pretrained(self): return [self.vlm] if self.shape.pretrained else []
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00019
-@patch(cls_method=True)
-def folder_of(cls:SmolVLA, config:dict):
-    "The `Folder` of published weights; None: random weights, or shapes alone."
-    name = config.get("weights", "")
-    if not cls.shape.pretrained or not name and on_meta(): return None
-    return open_folder(cls.stock, name or cls.stock.hub)
-
 @patch(cls_method=True)
 def shape_of(cls:SmolVLA, folder)->SmolShape:
     "The size of a folder's model, or the family's own."
@@ -248,10 +226,8 @@ def encode(self:SmolVLA, obs, tokens=False):
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00021
 @patch
-def forward(self:SmolVLA, batch, *, noise=None, time=None, reduction="mean"):
-    "Loss (eq. 1), velocity and state's row, from LeRobot's own lines."
-    if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
-    check_action(batch, self.H, self.A)
+def losses(self:SmolVLA, batch, noise, time):
+    "Losses (eq. 1), velocity and state's row, from LeRobot's own lines."
     model,theirs = self.net.model,self.inputs(batch)
     draws = self.head.check(noise, time, len(batch[PAD]), batch[STATE].device)
     parts,action,errs,preds = self.parts(theirs),self.net.prepare_action(batch),[],[]
@@ -260,18 +236,14 @@ def forward(self:SmolVLA, batch, *, noise=None, time=None, reduction="mean"):
         with watching(norm) as rows, watching(model.action_out_proj) as velocity:
             errs.append(model(*parts, action, x, t)[...,:self.A])
         preds.append(velocity["output"][...,:self.A])
-    loss = masked_mean(torch.stack(errs, 1), batch[PAD])
     out = dict(pred=torch.stack(preds, 1), pooled=rows["output"][:,-1].float())
-    return (loss.mean() if reduction == "mean" else loss),out
+    return masked_mean(torch.stack(errs, 1), batch[PAD]),out
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00027
 @patch
-@torch.no_grad()
-@in_precision
-def predict_chunk(self:SmolVLA, obs, *, n=1, noise=None, generator=None):
+def chunks(self:SmolVLA, obs, n, noise):
     "Chunks (B,H,A), or (B,n,H,A) from one run of the language model."
     from lerobot.policies.common.flow_matching import euler_integrate
-    noise = chunks_noise(self, len(obs[STATE]), n, noise, generator).to(obs[STATE].device)
     _,mask,memory = self.row(obs)
     if n > 1:
         memory.batch_repeat_interleave(n)
@@ -317,7 +289,7 @@ def sizes_of(cls:SmolVLA, config:dict):
     "Sizes of pictures; ValueError where they would be enlarged to a size that has no whole tokens."
     check_settings(cls, config)
     check_options(cls, config.get("options") or {})
-    asked,side = set_to(cls, config, "resize_imgs_with_padding"),cls.shape_of(cls.folder_of(config)).side
+    asked,side = set_to(cls, config, "resize_imgs_with_padding"),cls.shape_of(folder_of(cls, config)).side
     fits = isinstance(asked, (list, tuple)) and len(asked) == 2 and asked[0] == asked[1]
     if fits and type(asked[0]) is int and asked[0] > 0 and asked[0]%side == 0: return cls.image_sizes
     raise ValueError(f"policy {cls.__name__}: resize_imgs_with_padding is {asked!r}, expected the same multiple of "

@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from ...core.names import ACTION, IMAGES, PAD, PROMPT, STATE, require
-from ..base import Context, check_action, chunks_noise, in_precision
+from ..base import Context
 from ..heads import masked_mean
 from .adapter import ACT, LeRobot
 from .denoising import Phrase, held, tiny_clip_tokenizer
@@ -102,24 +102,19 @@ def encode(self:TinyXVLA, obs, tokens=False):
 
 # %% ../../../nbs/policies/lerobot/03_xvla.ipynb #1c30001b
 @patch
-def forward(self:TinyXVLA, batch, *, noise=None, time=None, reduction="mean"):
-    "Loss, predicted chunks, and the mean of Florence-2's rows."
-    if reduction not in ("mean", "none"): raise ValueError(f"reduction {reduction!r} is not 'mean' or 'none'")
-    check_action(batch, self.H, self.A)
+def losses(self:TinyXVLA, batch, noise, time):
+    "Losses, predicted chunks, and the mean of Florence-2's rows."
     draws = self.head.check(noise, time, len(batch[PAD]), batch[STATE].device)
     seen,action = self.read(batch),held(batch[ACTION], batch[PAD])
     mix = lambda x, t: x*t.view(-1, 1, 1) + action*(1-t).view(-1, 1, 1)
     answer = lambda x, t: self.net.model.transformer(action_with_noise=mix(x, t), t=t, **seen).float()
     pred = torch.stack([answer(x, t) for x,t in draws], 1)
-    loss = masked_mean((pred-action[:,None])**2, batch[PAD])
-    return (loss.mean() if reduction == "mean" else loss),dict(pred=pred, pooled=seen["vlm_features"].float().mean(1))
+    pooled = seen["vlm_features"].float().mean(1)
+    return masked_mean((pred-action[:,None])**2, batch[PAD]),dict(pred=pred, pooled=pooled)
 
 @patch
-@torch.no_grad()
-@in_precision
-def predict_chunk(self:TinyXVLA, obs, *, n=1, noise=None, generator=None):
+def chunks(self:TinyXVLA, obs, n, noise):
     "Chunks (B,H,A), or (B,n,H,A) from one run of Florence-2."
-    noise = chunks_noise(self, len(obs[STATE]), n, noise, generator).to(obs[STATE].device)
     seen,steps = {k: v.repeat_interleave(n, 0) for k,v in self.read(obs).items()},self.net.config.num_denoising_steps
     x = noise.reshape(-1, self.H, self.A)
     action = torch.zeros_like(x)

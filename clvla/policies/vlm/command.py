@@ -11,7 +11,7 @@ from pathlib import Path
 from ...core.files import read_json, sha256
 from ...core.names import hub_errors, require
 from ..all import policies
-from ..base import arguments_of
+from ...core.config import arguments_of
 from .pretrained import DOCUMENTS, Folder, find_folder, models_home, open_folder
 
 # %% ../../../nbs/policies/vlm/09_command.ipynb #f9000007

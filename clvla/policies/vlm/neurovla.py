@@ -108,24 +108,7 @@ class NeuroVLA(Qwen):
     "Qwen2.5-VL-3B, a Q-Former, an edit by the state, and spiking neurons."
     heads,sizes = ("l1",),{}
 
-    def __init__(self,
-        image_size:int|dict=224, # height and width of the pictures, pixels; a dict gives each image key its own
-        state_dim:int=8,         # S
-        action_dim:int=7,        # A
-        H:int=8,                 # steps of a chunk
-        head:str="l1",           # the family has one
-        cameras:tuple|None=None, # image keys; None: the main camera, or those of `image_size`
-        weights:str="",          # folder or hub name of the published weights; "": the family's own
-        dtype:str="float32",     # of the trunk: float32 or bfloat16
-        attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
-        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
-    ):
-        super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                              cameras=cameras, weights=weights, dtype=dtype, attention=attention, freeze=freeze,
-                              checkpointing=checkpointing))
-        self.head = NeuroHead(self.shape.text["hidden_size"], H, action_dim, state_dim, **self.sizes)
-
+    def make_head(self, D): return NeuroHead(D, self.H, self.A, self.config["state_dim"], **self.sizes)
     def encode(self, obs, tokens=False): return StateContext(**vars(super().encode(obs, tokens)), state=obs[STATE])
 
     def lr_of(self, lr): return super().lr_of(lr) | {"head.qformer": lr/2, "head.edit": lr/2}

@@ -36,23 +36,6 @@ class OFT:
     "A query for each step of the chunk, and a regression, for the trunk that stands behind it in a family's parents."
     heads = ("l1",)
 
-    def __init__(self,
-        image_size:int|dict=224, # height and width of the pictures, pixels; a dict gives each image key its own
-        state_dim:int=8,         # S
-        action_dim:int=7,        # A
-        H:int=8,                 # steps of a chunk
-        head:str="l1",           # the family has one
-        cameras:tuple|None=None, # image keys; None: the main camera, or those of `image_size`
-        weights:str="",          # folder or hub name of the published weights; "": the family's own
-        dtype:str="float32",     # of the trunk: float32 or bfloat16
-        attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
-        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
-    ):
-        super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                              cameras=cameras, weights=weights, dtype=dtype, attention=attention, freeze=freeze,
-                              checkpointing=checkpointing))
-        self.head = OFTHead(self.shape.text["hidden_size"], H, action_dim)
-
+    def make_head(self, D): return OFTHead(D, self.H, self.A)
     @classmethod
     def n_queries(cls, config): return config["H"]

@@ -11,11 +11,10 @@ import functools
 import torch
 from copy import deepcopy
 from torch import nn
-from ...core.names import PROMPT, STATE, require
-from ..base import Context, check_obs
+from ...core.names import require
 from .oft import OFT
 from .pretrained import Stock
-from .trunk import FULL, VLM, VLMShape, Turn, WORDS, normalise, picture_sides, tile, word_merges
+from .trunk import FULL, VLM, VLMShape, Turn, WORDS, tile, word_merges
 
 # %% ../../../nbs/policies/vlm/04_paligemmaoft.ipynb #f4a00008
 PALIGEMMA_3B = VLMShape(pretrained=True, marks=dict(image_token_index=257152), image_sizes=(224,),
@@ -61,11 +60,7 @@ def tiny_gemma_tokenizer():
 # %% ../../../nbs/policies/vlm/04_paligemmaoft.ipynb #f4a00013
 class Prefix(Turn):
     "Pictures, an instruction and a newline, and behind them the policy's own tokens."
-    def __init__(self,
-        tokenizer,     # a `GemmaTokenizer`
-        pictures:dict, # name -> tokens in a row (= in a column)
-        n_own:int      # positions of the suffix
-    ):
+    def __init__(self, tokenizer, pictures, n_own):
         super().__init__(tokenizer, pictures, n_own)
         self.front = [tokenizer.convert_tokens_to_ids(MARKS[5])]*sum(g*g for g in pictures.values()) + [tokenizer.bos_token_id]
         self.back = self.encode("\n") + [self.pad]*n_own
@@ -95,21 +90,14 @@ class PaliGemma(VLM):
     defaults = FULL | dict(image_size=224)
     stock = Stock(hub="google/paligemma-3b-pt-224", kind="paligemma", config="PaliGemmaConfig",
                   model="PaliGemmaModel", mark=MARKS[5], eye="vision_tower")
-    make_tokenizer = staticmethod(tiny_gemma_tokenizer)
+    make_tokenizer,turn = staticmethod(tiny_gemma_tokenizer),Prefix
 
     @classmethod
     def make_vlm(cls, pixels): return make_paligemma(cls.shape, next(iter(pixels.values())))
-    def make_turn(self, tokenizer, n_own): return Prefix(tokenizer, picture_sides(self.shape, self.pixels), n_own)
-    def picture(self, images): return normalise(images, *self.colours)
 
-    def encode(self, obs, tokens=False):
-        check_obs(obs, self.pixels, self.config["state_dim"])
-        ids,mask,places,kinds = (x.to(obs[STATE].device) for x in self.chat.rows(obs[PROMPT]))
+    def given(self, obs, ids, places, kinds):
         pixels = torch.stack(self.prepared(obs), 1).flatten(0, 1) # sample after sample, camera after camera
-        h = self.vlm(inputs_embeds=self.embed(ids, obs), attention_mask=mask.long(), position_ids=places,
-                     token_type_ids=kinds, pixel_values=pixels, use_cache=False).last_hidden_state.float()
-        spans = self.chat.spans(ids.shape[1])
-        return Context(pooled=h[:,spans["state"].start], tokens=h, mask=mask, spans=spans)
+        return dict(position_ids=places, token_type_ids=kinds, pixel_values=pixels)
 
 # %% ../../../nbs/policies/vlm/04_paligemmaoft.ipynb #f4a0001e
 class PaliGemmaOFT(OFT, PaliGemma):

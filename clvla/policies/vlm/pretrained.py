@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ATTENTIONS', 'FLASH', 'AGAIN', 'TOKENIZER', 'PICTURES', 'DOCUMENTS', 'DTYPES', 'Stock', 'models_home', 'hub_cache',
            'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'stock_class', 'hub_kernel',
-           'quiet', 'abi', 'flash_trouble', 'choose_attention', 'FollowDevice', 'refuse_cpu', 'watch_attention',
+           'quiet', 'flash_trouble', 'choose_attention', 'FollowDevice', 'refuse_cpu', 'watch_attention',
            'check_settings', 'check_modules']
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000003
@@ -206,10 +206,6 @@ def check_keys(self:Folder):
     with torch.device("meta"): self.fill(tensors, device_map={"": "meta"})
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f800001d
-def abi()->str:
-    "What a compiled extension of this torch has to fit."
-    return f"torch {torch.__version__} (CUDA {torch.version.cuda}, C++11 ABI {torch.compiled_with_cxx11_abi()})"
-
 def flash_trouble(
     dtype:str # of the weights
 )->str:       # "" where there is none
@@ -217,8 +213,9 @@ def flash_trouble(
     if importlib.util.find_spec("flash_attn") is None: return "flash_attn is not installed"
     try: importlib.import_module("flash_attn")
     except Exception as e: # whatever a broken build raises
-        said = (str(e).splitlines() or [""])[0]
-        return f"flash_attn is installed and does not import beside {abi()} ({type(e).__name__}: {said})"
+        said,abi = (str(e).splitlines() or [""])[0],torch.compiled_with_cxx11_abi()
+        return (f"flash_attn is installed and does not import beside torch {torch.__version__} (CUDA {torch.version.cuda}, "
+                f"C++11 ABI {abi}) ({type(e).__name__}: {said})")
     if dtype != "bfloat16": return f"it needs dtype 'bfloat16', found {dtype!r}"
     return "" if torch.cuda.is_available() else "there is no CUDA device"
 

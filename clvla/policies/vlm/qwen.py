@@ -13,11 +13,9 @@ import torch
 from copy import deepcopy
 from torch import Tensor, nn
 from fastcore.basics import patch
-from ...core.names import PROMPT, STATE, require
-from ..base import Context, check_obs
+from ...core.names import require
 from .pretrained import ATTENTIONS, FLASH, Stock
-from .trunk import (CLIP_MEAN, CLIP_STD, FULL, VLM, VLMShape, Turn, WORDS, normalise,
-    picture_sides, tile, word_merges)
+from .trunk import CLIP_MEAN, CLIP_STD, FULL, VLM, VLMShape, Turn, WORDS, normalise, tile, word_merges
 
 # %% ../../../nbs/policies/vlm/01_qwen.ipynb #f1a00008
 def mark_ids(image:int, video:int, start:int, end:int)->dict:
@@ -103,11 +101,7 @@ HERE = "<instruction>"
 
 class Chat(Turn):
     "A user turn with pictures and an instruction."
-    def __init__(self,
-        tokenizer,     # with a chat template
-        pictures:dict, # name -> tokens in a row (= in a column)
-        n_own:int      # positions behind the turn whose inputs the policy computes itself
-    ):
+    def __init__(self, tokenizer, pictures, n_own): # a tokenizer with a chat template
         super().__init__(tokenizer, pictures, n_own)
         turn = dict(role="user", content=[dict(type="image")]*len(pictures) + [dict(type="text", text=HERE)])
         text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
@@ -206,7 +200,7 @@ class Qwen(VLM):
     defaults = FULL | dict(image_size=224)
     stock = Stock(hub="Qwen/Qwen2.5-VL-3B-Instruct", kind="qwen2_5_vl", config="Qwen2_5_VLConfig",
                   model="Qwen2_5_VLModel", mark=MARKS[5], eye="visual", attentions=(*ATTENTIONS, FLASH))
-    make_tokenizer = staticmethod(tiny_tokenizer)
+    make_tokenizer,turn = staticmethod(tiny_tokenizer),Chat
 
     @classmethod
     def make_vlm(cls, pixels): return make_trunk(cls.shape)
@@ -215,19 +209,12 @@ class Qwen(VLM):
         side = vision["patch_size"]*vision["spatial_merge_size"]
         return tuple(range(2*side, 16*side+1, side))
 
-    def make_turn(self, tokenizer, n_own): return Chat(tokenizer, picture_sides(self.shape, self.pixels), n_own)
     def picture(self, images):
         return patches(images, self.shape.vision["patch_size"], self.shape.vision["spatial_merge_size"], *self.colours)
 
-    def encode(self, obs, tokens=False):
-        check_obs(obs, self.pixels, self.config["state_dim"])
-        ids,mask,places = (x.to(obs[STATE].device) for x in self.chat.rows(obs[PROMPT]))
-        x = self.embed(ids, obs)
+    def given(self, obs, ids, places):
         pixels,grid = self.pictures(obs)
-        h = self.vlm(input_ids=ids, inputs_embeds=x, attention_mask=mask.long(), position_ids=places,
-                     pixel_values=pixels, image_grid_thw=grid, use_cache=False).last_hidden_state.float()
-        spans = self.chat.spans(ids.shape[1])
-        return Context(pooled=h[:,spans["state"].start], tokens=h, mask=mask, spans=spans)
+        return dict(input_ids=ids, position_ids=places, pixel_values=pixels, image_grid_thw=grid)
 
 # %% ../../../nbs/policies/vlm/01_qwen.ipynb #f1a00024
 @patch

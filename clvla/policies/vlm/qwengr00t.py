@@ -92,26 +92,16 @@ class QwenGR00T(Qwen):
     "Qwen2.5-VL-3B and a diffusion transformer."
     heads,dit = ("flow",),{}
 
-    def __init__(self,
-        image_size:int|dict=224, # height and width of the pictures, pixels; a dict gives each image key its own
-        state_dim:int=8,         # S
-        action_dim:int=7,        # A
-        H:int=8,                 # steps of a chunk
-        head:str="flow",         # the family has one
-        cameras:tuple|None=None, # image keys; None: the main camera, or those of `image_size`
-        repeats:int=4,           # noise draws per sample in the loss
-        euler_steps:int=4,       # integration steps from noise to a chunk
-        weights:str="",          # folder or hub name of the published weights; "": the family's own
-        dtype:str="float32",     # of the trunk: float32 or bfloat16
-        attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
-        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
-        checkpointing:bool=False # compute the trunk again in the backward pass, in place of keeping it
-    ):
-        super().__init__(dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
-                              cameras=cameras, repeats=repeats, euler_steps=euler_steps, weights=weights, dtype=dtype,
-                              attention=attention, freeze=freeze, checkpointing=checkpointing))
-        D = self.shape.text["hidden_size"]
-        self.head = DiTHead(D, H, action_dim, n_draws=repeats, n_euler=euler_steps, **self.dit)
+    def __init__(self, *args,
+        head:str="flow",   # the family has one
+        repeats:int=4,     # noise draws per sample in the loss
+        euler_steps:int=4, # integration steps from noise to a chunk
+        **kw               # as of every `VLM`
+    ): super().__init__(*args, head=head, repeats=repeats, euler_steps=euler_steps, **kw)
+
+    def make_head(self, D):
+        c = self.config
+        return DiTHead(D, self.H, self.A, n_draws=c["repeats"], n_euler=c["euler_steps"], **self.dit)
 
     @classmethod
     def check(cls, **config):

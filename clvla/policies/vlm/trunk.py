@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'SPACE', 'FULL', 'CLIP_MEAN', 'CLIP_STD', 'PATCHES', 'CHAT_ROOM', 'VLMShape', 'picture_sides', 'camera_keys',
-           'join_pairs', 'word_merges', 'Turn', 'tile', 'VLM', 'on_meta', 'normalise']
+           'join_pairs', 'word_merges', 'byte_tokenizer', 'Turn', 'tile', 'VLM', 'on_meta', 'folder_of', 'normalise']
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00003
 import torch
@@ -13,8 +13,8 @@ from itertools import accumulate
 from unicodedata import normalize
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ...core.names import IMAGE, IMAGES, STATE, require
-from ..base import Policy, camera_pixels, check_obs
+from ...core.names import IMAGE, IMAGES, PROMPT, STATE, require
+from ..base import Context, Policy, camera_pixels, check_obs
 from ..dropout import keep_seeds
 from ..heads import check_head
 from .pretrained import (Folder, check_modules, check_settings, choose_attention, find_folder,
@@ -80,6 +80,20 @@ def word_merges(
                 merges.append((first, piece))
                 first += piece
     return merges
+
+def byte_tokenizer(
+    marks, # special tokens, which get the first ids
+    **kw   # of transformers' class
+):
+    "A byte-level tokenizer with a vocabulary of words."
+    require("transformers", "vlm")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    merges = word_merges(["a", *WORDS])
+    pieces = dict.fromkeys([*marks, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a+b for a,b in merges)])
+    model = Tokenizer(models.BPE(vocab={p: i for i,p in enumerate(pieces)}, merges=merges))
+    model.pre_tokenizer,model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False),decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model, clean_up_tokenization_spaces=False, **kw)
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00011
 class Turn:
@@ -147,13 +161,27 @@ class VLM(Policy):
     group = 5          # rows of a call in evaluation, the last one idle
     one_size = False   # whether the model has one table of positions, for pictures of one size
     colours = None     # mean and deviation of each colour, in units of the largest byte
+    turn = None        # the family's `Turn`
 
     def __init__(self,
-        config:dict # arguments of the family
+        image_size:int|dict=224, # height and width of the pictures, pixels; a dict gives each image key its own
+        state_dim:int=8,         # S
+        action_dim:int=7,        # A
+        H:int=8,                 # steps of a chunk
+        head:str="l1",           # the family has one
+        cameras:tuple|None=None, # image keys; None: the main camera, or those of `image_size`
+        weights:str="",          # folder or hub name of the published weights; "": the family's own
+        dtype:str="float32",     # of the trunk: float32 or bfloat16
+        attention:str="",        # sdpa, eager or flash_attention_2; "": by what is installed
+        freeze:tuple=(),         # modules of the trunk that are not trained and get no adapter
+        checkpointing:bool=False,# compute the trunk again in the backward pass, in place of keeping it
+        **own                    # arguments of one family
     ):
-        config = config | dict(cameras=camera_keys(**config))
+        config = dict(image_size=image_size, state_dim=state_dim, action_dim=action_dim, H=H, head=head,
+                      cameras=camera_keys(image_size, cameras), weights=weights, dtype=dtype, attention=attention,
+                      freeze=freeze, checkpointing=checkpointing, **own)
         self.check(**config)
-        folder = self.folder_of(config)
+        folder = folder_of(self, config)
         if folder and folder.by_path: config["weights"] = str(folder.path)
         super().__init__(config)
         self.shape = self.shape_of(folder)
@@ -161,12 +189,17 @@ class VLM(Policy):
         self.vlm = self.trunk_of(folder)
         self.state = nn.Sequential(nn.Linear(config["state_dim"], D), nn.GELU(), nn.Linear(D, D))
         self.queries = nn.Parameter(.02*torch.randn(n, D)) if n else None
+        self.head = self.make_head(D)
         if self.shape.pretrained and not folder: return # on the meta device: no tokenizer
         if folder: self.colours = folder.colours()
         if folder and not on_meta(): self.source = folder.source()
         self.chat = self.make_turn(folder.tokenizer() if folder else self.make_tokenizer(), 1+n)
         self.longest_prompt = self.shape.text["max_position_embeddings"] - len(self.chat.front + self.chat.back)
 
+    def make_head(self, D:int)->nn.Module: raise NotImplementedError # for rows of D numbers
+    def make_turn(self, tokenizer, n_own): return self.turn(tokenizer, picture_sides(self.shape, self.pixels), n_own)
+    def picture(self, images): return normalise(images, *self.colours)
+    def given(self, obs, ids, *rows)->dict: raise NotImplementedError # to the trunk, besides inputs and mask
     @classmethod
     def n_queries(cls, config:dict)->int: return 0
     @classmethod
@@ -183,6 +216,16 @@ class VLM(Policy):
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a10003
 @patch
+def encode(self:VLM, obs, tokens=False):
+    "The trunk's rows; the state's is what heads read that want one vector."
+    check_obs(obs, self.pixels, self.config["state_dim"])
+    ids,mask,*rows = (x.to(obs[STATE].device) for x in self.chat.rows(obs[PROMPT]))
+    h = self.vlm(inputs_embeds=self.embed(ids, obs), attention_mask=mask.long(), **self.given(obs, ids, *rows),
+                 use_cache=False).last_hidden_state.float()
+    spans = self.chat.spans(ids.shape[1])
+    return Context(pooled=h[:,spans["state"].start], tokens=h, mask=mask, spans=spans)
+
+@patch
 def embed(self:VLM,
     ids:Tensor, # (B,L) of a row
     obs:dict
@@ -198,8 +241,10 @@ def on_meta()->bool:
     "Whether tensors are made without memory now."
     return torch.get_default_device().type == "meta"
 
-@patch(cls_method=True)
-def folder_of(cls:VLM, config:dict)->Folder|None:
+def folder_of(
+    cls,        # a family with `shape` and `stock`
+    config:dict # its arguments
+)->Folder|None:
     "The folder of published weights that a policy's arguments name; None: random weights, or shapes alone."
     name = config.get("weights", "")
     if not cls.shape.pretrained or not name and on_meta(): return None
@@ -217,7 +262,7 @@ def sizes_of(cls:VLM, config:dict)->tuple:
     "Sizes of pictures that the folder's model takes; the family's own where there is no folder yet."
     check_settings(cls, config)
     if cls.shape.pretrained and find_folder(config.get("weights") or cls.stock.hub):
-        return cls.shape_of(cls.folder_of(config)).image_sizes
+        return cls.shape_of(folder_of(cls, config)).image_sizes
     return cls.image_sizes
 
 @patch
@@ -266,7 +311,7 @@ def check(cls:VLM, **config)->dict:
     "Raise ValueError for arguments that this family cannot be built with; builds nothing."
     require("transformers", "vlm")
     config = super(VLM, cls).check(**config)
-    folder = cls.folder_of(config)
+    folder = folder_of(cls, config)
     shape = cls.shape_of(folder)
     check_head(cls.__name__, config["head"], config["action_dim"], config.get("n_actions"))
     pixels = camera_pixels(config["image_size"], camera_keys(**config))
@@ -289,6 +334,6 @@ def check(cls:VLM, **config)->dict:
 def largest_rank(cls:VLM, **config)->int:
     "The smaller side of the widest layer: of the text model's, or of the vision tower's merger."
     config = cls.check(**config)
-    shape = cls.shape_of(cls.folder_of(config))
+    shape = cls.shape_of(folder_of(cls, config))
     text,vision = shape.text["hidden_size"],shape.vision["hidden_size"]*shape.vision.get("spatial_merge_size", 1)**2
     return text if cls.stock and cls.stock.eye in config.get("freeze", ()) else max(text, vision)
