@@ -128,3 +128,10 @@ def pytest_xdist_make_scheduler(config, log):
             file = super()._split_scope(nodeid)
             return f"{file}-{zlib.crc32(nodeid.encode())%3}" if "::test_notebook[" in nodeid else file
     return Parts(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    "A run sets the threads of its process, and sums of floats depend on them: the next test has those that the session began with."
+    yield
+    if "torch" in sys.modules: sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

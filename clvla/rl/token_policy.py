@@ -21,7 +21,7 @@ def has_head(
     family # a subclass of `Policy`
 )->bool:
     "Whether its chunks are what `head.sample` makes of `encode`."
-    return family.predict_chunk is Policy.predict_chunk
+    return family.chunks is Policy.chunks
 
 def check_base(
     name:str # a key of `policies`
