@@ -130,8 +130,14 @@ def pytest_xdist_make_scheduler(config, log):
     return Parts(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def session_threads():
+    "Let torch compute with the threads that the session began with."
+    if "torch" in sys.modules: sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
 @pytest.fixture(autouse=True)
 def same_threads():
-    "A run sets the threads of its process, and sums of floats depend on them: the next test has those that the session began with."
+    "A run sets the threads of its process, and the rounding of a sum depends on them: neither a fixture's run nor a test's is felt in the next test."
+    session_threads()
     yield
-    if "torch" in sys.modules: sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    session_threads()

@@ -1,5 +1,5 @@
 "What every policy promises: shapes, gradients, padding, repeatability, storage, and errors that say what to do."
-import functools, json, subprocess, sys, zlib
+import functools, json, os, subprocess, sys, zlib
 import pytest, torch
 from clvla.core.batch import take, torch_rng
 from torch.nn.functional import cross_entropy
@@ -113,6 +113,12 @@ print(json.dumps(p.predict_chunk(make_batch(2), generator=torch_rng(5, 'disk')).
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     here = policy.predict_chunk(batch, generator=torch_rng(5, "disk"))
     assert torch.equal(torch.tensor(json.loads(done.stdout)), here)
+
+@pytest.mark.parametrize("k", range(2))
+def test_threads_that_a_test_sets_end_with_it(k):
+    "Else a policy of this process and the same one of a fresh process differ in the last bits."
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(torch.get_num_threads()+1)
 
 def test_missing_unexpected_and_misshapen_weights_are_errors(tmp_path):
     save_policy(make_policy("tiny", 32), "tiny", tmp_path)

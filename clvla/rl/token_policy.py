@@ -21,7 +21,7 @@ def has_head(
     family # a subclass of `Policy`
 )->bool:
     "Whether its chunks are what `head.sample` makes of `encode`."
-    return family.chunks is Policy.chunks
+    return family.chunks is Policy.chunks and family.predict_chunk is Policy.predict_chunk
 
 def check_base(
     name:str # a key of `policies`
@@ -29,7 +29,7 @@ def check_base(
     "ValueError for a policy whose chunks the token's actor cannot take as its reference."
     if has_head(policies[name]): return
     able = [k for k,family in policies.items() if has_head(family)]
-    raise ValueError(f"model is {name!r}, whose class {policies[name].__name__} has a predict_chunk of its own; a token method "
+    raise ValueError(f"model is {name!r}, whose class {policies[name].__name__} has a chunks or predict_chunk of its own; a token method "
                      f"reads head.sample(encode(obs)) instead. Take a model of {', '.join(able)}, or algo 'cloning'")
 
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200018
