@@ -25,7 +25,7 @@ find_python() {
 
 system_packages() {
   local libs sudo="" missing=()
-  libs=$(ldconfig -p)
+  libs=$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p)   # which an ordinary user of Debian has not in PATH
   case $libs in *libOSMesa*) ;; *) missing+=(libosmesa6) ;; esac
   case $libs in *libEGL.so*) ;; *) missing+=(libegl1) ;; esac
   case $libs in *libGL.so.1*) ;; *) missing+=(libgl1) ;; esac
