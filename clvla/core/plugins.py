@@ -6,7 +6,7 @@
 __all__ = ['Plugin', 'load_plugins', 'is_file', 'loaded', 'describe']
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10003
-import importlib, importlib.metadata, importlib.util, sys, traceback
+import importlib, importlib.machinery, importlib.metadata, importlib.util, sys, traceback
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,10 @@ _loaded = {}      # name -> Plugin
 _registered = {}  # module -> what its import put into which registries, as in {"algorithm", "policy"}
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10008
+class _Source(importlib.machinery.SourceFileLoader):
+    "Compiles the file itself: Python's cache takes a file changed within a second, of the same length, for the old one."
+    def get_code(self, fullname): return self.source_to_code(self.get_data(self.path), self.path)
+
 def _load_file(path:Path)->Plugin:
     "Import one file under a name that its contents give."
     if not path.is_file(): raise ValueError(f"plugin {str(path)!r}: there is no such file; give the path of a .py file, "
@@ -34,7 +38,7 @@ def _load_file(path:Path)->Plugin:
     module = f"clvla_plugin_{path.stem}_{digest[:12]}"
     if module not in sys.modules:
         for other in [name for name in sys.modules if name.startswith(f"clvla_plugin_{path.stem}_")]: _forget(other)
-        spec = importlib.util.spec_from_file_location(module, path)
+        spec = importlib.util.spec_from_file_location(module, path, loader=_Source(module, str(path)))
         sys.modules[module] = importlib.util.module_from_spec(spec)
         _import(str(path), module, lambda: spec.loader.exec_module(sys.modules[module]))
     return Plugin(str(path), "file", digest, module)
