@@ -15,12 +15,12 @@ from IPython import get_ipython
 from IPython.display import HTML, display
 from ..core.files import read_json
 from ..eval.metrics import JOINT
-from ..eval.plots import Table, figure_html, heatmap, loss_curves, plotly_script
+from ..eval.plots import Table, figure_html, loss_curves, plotly_script
 from .checkpoint import checkpoints
 from .config import read_config
 from ..core.progress import bars, read_event
 from .launch import RunStopped, Text
-from .report import losses_of, matrix_of, parts
+from .report import losses_of, measured, parts
 from .folder import RunFolder
 
 # %% ../../nbs/run/12_watch.ipynb #bd828843
@@ -157,10 +157,10 @@ def plots(self:Run)->dict:
 
 @patch
 def live_plots(self:Run)->dict:
-    "Success matrix and training loss, as far as there are records for them."
+    "Success matrix (or that of returns) and training loss, as far as there are records for them."
     if not (self.path/"stream.json").exists(): return {}
     records,losses = self.folder.episodes(_quiet),losses_of(self.folder.logs(_quiet))
-    figures = {"Success matrix": heatmap(matrix_of(self.path, records))} if records else {}
+    figures = measured(self.path, records) if records else {}
     return figures | ({"Training loss": loss_curves(losses)} if losses else {})
 
 # %% ../../nbs/run/12_watch.ipynb #60c3e273

@@ -236,6 +236,7 @@ class EngineKind(Kind):
 
     def engine(self, spec, seeds, threads=1)->Engine: return Engine(spec, seeds, threads)
     def sizes(self, spec:dict)->dict: return sizes_of(spec)
+    def knows_success(self, spec:dict)->bool: return spec.get("success", "never") != "never"
     def trial_seed(self, spec:dict, trial:int, seed:int=0)->int:
         "The seed with which `EngineEnv.reset(trial)` makes its engine."
         return seed_of(seed, EngineEnv.kind, spec["name"], int(trial))

@@ -35,6 +35,8 @@ class Gym(Kind):
         said = {k: v for k,v in spec.items() if k not in ("kind", "task_id", "prompt", "cameras")}
         return f"{super().folder(spec)}-{hashlib.sha256(json_text(said).encode()).hexdigest()[:8]}"
 
+    def knows_success(self, spec:dict)->bool: return spec.get("success") != "never"
+
     def rates_of(self, env)->tuple:
         "That of the recipe, and what the environment says of itself; () where it says nothing."
         own = env.sim.metadata.get("render_fps")
