@@ -249,7 +249,7 @@ def test_the_first_tasks_statistics_are_held_against_later_tasks(tmp_path):
 
 @pytest.mark.parametrize("env,data,fps,said", [
     (dict(kind="gym", name="Pendulum-v1", state="obs", success="never"), dict(S=3, A=1), 30, ""), (dict(kind="gym", name="Pendulum-v1", state="obs"), dict(S=3, A=1), 20, "20 frames a second"),
-    (dict(kind="gym", name="Pendulum-v1"), dict(S=3, A=1), 30, "3 numbers in 'observation.state', the environment 1"),
+    (dict(kind="gym", name="Pendulum-v1"), dict(S=3, A=1), 30, ""), (dict(kind="gym", name="Pendulum-v1", state="none"), dict(S=3, A=1), 30, "3 numbers in 'observation.state', the environment 1"),
     (dict(kind="metaworld", name="window-close-v3"), dict(S=4, A=4), 80, ""), (dict(kind="metaworld", name="window-close-v3"), dict(S=39, A=4), 80, "39 numbers"),
     (dict(kind="metaworld", name="window-clos-v3"), dict(S=4, A=4), 80, "did you mean 'window-close-v3'")])
 def test_any_kind_plays_a_data_sets_task(tmp_path, env, data, fps, said):

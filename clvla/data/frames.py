@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['VERSION', 'META', 'FILE', 'NDIM', 'KIND', 'CHECK', 'check_episode', 'check_actions', 'write_store', 'check_files',
-           'read_array', 'FrameStore', 'chunk_index', 'reuse_store']
+           'read_array', 'FrameStore', 'chunk_index', 'Rows', 'reuse_store']
 
 # %% ../../nbs/data/01_frames.ipynb #cd26426b
-import math, shutil
+import copy, math, shutil
 from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
@@ -256,6 +256,31 @@ def gather(self:FrameStore,
     return {**{k: torch.from_numpy(v).permute(0, 3, 1, 2) for k,v in rows.items()},
             **{k: torch.from_numpy(v) for k,v in arrays.items()},
             PROMPT: [self.prompts[j] for j in self.prompt_of[idx]]}
+
+# %% ../../nbs/data/01_frames.ipynb #556f2792
+class Rows:
+    "Some frames of a mapped array, read when they are asked for."
+    def __init__(self, array, rows:np.ndarray): self.array,self.rows,self.dtype,self.shape = array,rows,array.dtype,(len(rows),*array.shape[1:])
+    @property
+    def size(self)->int: return math.prod(self.shape)
+    def __len__(self)->int: return len(self.rows)
+    def __getitem__(self, idx)->np.ndarray: return self.array[self.rows[idx]]
+
+@patch
+def some_episodes(self:FrameStore,
+    episodes # numbers of the episodes that are kept
+)->FrameStore:
+    "The store of some episodes, in their order; ValueError for none, or for one that there is not."
+    kept = np.unique(np.asarray(episodes, int))
+    if not len(kept) or kept[0] < 0 or kept[-1] >= self.n_episodes:
+        raise ValueError(f"{self.path} has episodes 0..{self.n_episodes-1}, asked for {kept.tolist()}; needed is one or more of them")
+    rows,part = np.flatnonzero(np.isin(self.episode, kept)),copy.copy(self)
+    part.images = {k: Rows(v, rows) for k,v in self.images.items()}
+    part.state,part.action,part.prompt_of = self.state[rows],self.action[rows],self.prompt_of[rows]
+    part.episode = np.searchsorted(kept, self.episode[rows]).astype(self.episode.dtype)
+    part.episode_lengths = self.episode_lengths[kept]
+    part.end = (np.cumsum(part.episode_lengths)-1)[part.episode]
+    return part
 
 # %% ../../nbs/data/01_frames.ipynb #740b953f
 def reuse_store(

@@ -165,9 +165,9 @@ def _in_layout(task, of:dict):
 # %% ../../nbs/data/13_mixtures.ipynb #4e59e1b2
 def reading_lines(
     stream:Stream,     # with tasks from data sets
-    image_size:int=0   # pixels of the squares that pictures become, for the line of those that are none
+    image_size:int=0   # pixels of the squares that pictures become; 0: not known, and only what is no square is said
 )->list:               # of lines
-    "How the data sets of a stream are read."
+    "How the data sets of a stream are read: which column is which camera, and what is resized."
     lines = []
     parts = [p for task in stream.tasks for p in (task.source or {}).get("parts", ())]
     for part in parts:
@@ -175,7 +175,9 @@ def reading_lines(
         f = facts(part)
         if "layout" not in part and set(f["cameras"]) != f["named"]:
             lines.append(f"{part['path']} is read with {_cameras(f)}")
-        if long := {k.removeprefix(IMAGES): r for k,r in f["ratios"].items() if r is not None and r[0] != r[1]}:
-            lines.append(f"{part['path']}: pictures of {long} (height, width) become squares of "
-                         f"{image_size or 'one side'}")
+        other = [f"{k.removeprefix(IMAGES)} {r[0]} x {r[1]}" for k,r in f["ratios"].items()
+                 if r is not None and (r[0] != r[1] or image_size and r[0] != image_size)]
+        if other:
+            lines.append(f"{part['path']}: pictures of {', '.join(other)} (height x width) become squares of "
+                         f"{f'{image_size} pixels' if image_size else 'one side'}")
     return list(dict.fromkeys(lines))

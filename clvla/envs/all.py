@@ -63,9 +63,10 @@ def _by_name(name:str)->Stream|None:
 
 # %% ../../nbs/envs/06_all.ipynb #691accc7
 def defaults_of(stream:Stream)->dict:
-    "`Kind.defaults` of the stream's environment: settings of a run that suit it."
+    "Settings of a run that suit the stream's environment (`Kind.suits`)."
     task = next((task for task in stream.tasks if task.env is not None), stream.tasks[0])
-    return dict(kind_of(task).defaults)
+    kind = kind_of(task)
+    return dict(kind.suits([o for o in stream.tasks if o.env is not None and kind_of(o) is kind]))
 
 # %% ../../nbs/envs/06_all.ipynb #db9523cc
 INLINE = dict(base=(str, list, tuple, dict, type(Path()), Stream), name=str, num_tasks=int, tasks=LIST, without=LIST,

@@ -52,6 +52,7 @@ class Kind:
     def identity(self, spec:dict)->dict: return {}         # e.g. {"assets": version}
     def rates_of(self, env)->tuple: return self.rates or (self.recipe["fps"],)   # of an environment; (): nobody knows
     def title(self, spec:dict)->str: return spec["name"]
+    def suits(self, tasks:list)->dict: return self.defaults   # settings that suit some of its tasks
     def knows_success(self, spec:dict)->bool: return True  # whether an episode can be a success, or only earns
     def folder(self, spec:dict)->str:                      # what sets the spec apart from the task's usual one
         cameras = spec.get("cameras", {})

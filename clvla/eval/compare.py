@@ -28,7 +28,7 @@ REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "vi
 CONTROLS = ("blind", "deaf") # settings that a group's name shows where they are True
 # what runs did before these settings were added
 ADDED = dict(blind=False, deaf=False, schedule="cosine", along="restart", patience=0, look_every=0, look_trials=10,
-             lora_dropout=0., lora_init="kaiming", accept="", cl="none", cl_kw={})
+             lora_dropout=0., lora_init="kaiming", accept="", held_out=0., cl="none", cl_kw={})
 
 @dataclass(frozen=True)
 class Run:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['stream_of', 'matrix_of', 'without_success', 'measured', 'parts', 'losses_of', 'updates_in', 'cost_table',
-           'ends_table', 'settings_table', 'versions_table', 'finish']
+           'ends_table', 'held_out_table', 'settings_table', 'versions_table', 'finish']
 
 # %% ../../nbs/run/11_report.ipynb #4f834dbd
 import json
@@ -67,6 +67,7 @@ def parts(
         if "Success matrix" in results:
             results |= {"Success over the stream": success_lines(matrix_of(run_dir, records)),
                         "Metrics": metrics_table(records, stages, ids)}
+    if (run.path/"held_out.json").exists(): results["Held-out error"] = held_out_table(run_dir)
     counts = {f"{r['stage']}: {r['task']}": r["drawn"] for r in logs if "drawn" in r}   # samples by their task
     if counts: results["What the batches were made of"] = replay_bars(counts)
     if losses := losses_of(logs): results["Training loss"] = loss_curves(losses)
@@ -113,6 +114,18 @@ def ends_table(
     rows = [(r["stage"], r["task"], f"{r['updates']} of {r['planned']}", r["kept"], f"{100*r['looks']:.0f} %")
             for r in ends]
     return Table(rows, columns=["stage", "task", "updates", "weights kept", "success there"])
+
+# %% ../../nbs/run/11_report.ipynb #abd48058
+def held_out_table(
+    run_dir # folder of a run with `held_out.json`
+)->Table:   # a row for each stage, a column for each task
+    "Error on held-out demonstrations after each stage, in units of the constant action's; empty: not learnt yet."
+    rows = read_json(Path(run_dir)/"held_out.json")
+    tasks = list(dict.fromkeys(r["task"] for r in rows))
+    of = {(r["stage"], r["task"]): f"{r['ratio']:.2f}" for r in rows}
+    stages = dict.fromkeys((r["stage"], r["after"]) for r in rows)
+    return Table([(f"{t}: {name}", *(of.get((t, task), "not learnt yet") for task in tasks)) for t,name in stages],
+                 columns=["after", *tasks])
 
 # %% ../../nbs/run/11_report.ipynb #d0110011
 def settings_table(

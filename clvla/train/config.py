@@ -29,6 +29,7 @@ class DataSettings:
     cycles:int = 1               # how often the stream is gone through
     partition:str = "auto"       # how LeRobot data sets become tasks: auto, by_task_index, by_dataset
     n_demos:int = 0              # demonstrations per task
+    held_out:float = 0.          # share of them that is not trained on, and on which the error of the actions is measured
     prefetch:int = 0             # batches that are prepared ahead of the step
     image_size:int = 0           # h = w, pixels
     stats:str = "global"         # statistics from all tasks (global) or frozen after the first (first)
@@ -37,7 +38,7 @@ class DataSettings:
     blind:bool = False           # control: every picture becomes its camera's mean colour
     deaf:bool = False            # control: every instruction becomes one and the same sentence
     accept:str = ""              # what is trained on all the same: words of page data/mixtures, with commas
-    ADDED = ("accept",)
+    ADDED = ("accept", "held_out")
     FREE = ("prefetch", "accept")
     POSITIVE = ("cycles",)
     MOST = dict(cycles=100_000, n_demos=TRIALS["demos"][1]-TRIALS["demos"][0], prefetch=1000)
@@ -225,7 +226,7 @@ def absolute_init(cfg:TrainConfig)->TrainConfig:
 
 def check_batch(cfg:TrainConfig)->TrainConfig:
     "ValueError for a batch that cannot be dealt out, or a share outside [0,1)."
-    for k in ("ema", "lr_floor"):
+    for k in ("ema", "lr_floor", "held_out"):
         if not 0 <= getattr(cfg, k) < 1: raise ValueError(f"{k} lies in [0,1), found {getattr(cfg, k)}")
     parts = cfg.accumulation*world_of(cfg)
     if cfg.batch_size % parts == 0: return cfg

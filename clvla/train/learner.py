@@ -27,7 +27,8 @@ from ..run.folder import RunFolder
 from ..run.shell import run_learner
 from .checks import check_instructions, sentences
 from .config import TrainConfig, resolve
-from .evaluate import Evaluator
+from .evaluate import Evaluator, one_thread
+from .held_out import error_after, hold_out
 from .prepare import check, make_processor, prepare
 from .stopping import begin_looks, end_text, look_starts
 from .trainer import Trainer, make_accelerator
@@ -70,7 +71,10 @@ class Imitation(OnStream):
         self.trainer.fit(*stage)
         if end := end_text(stage.name, self.trainer.ended): self.shell.say(end)
 
-    def evaluate(self, t, step=None): self.evaluator.evaluate(t, step)
+    def evaluate(self, t, step=None):
+        if self.held and t >= 0 and step is None: self.measure_held_out(t)
+        self.evaluator.evaluate(t, step)
+
     def gather_weights(self): return self.trainer.engine.gather_weights()
     def summary(self): return dict(stages=len(self.stages), skipped_updates=self.trainer.skipped)
     def close(self):
@@ -131,6 +135,7 @@ def play_look(self:Imitation, t:int, step:int)->float:
 def make_data(self:Imitation, checkpoint:Path|None):
     "Make frame stores and statistics; ValueError when they are not those that the checkpoint was trained on."
     with self.shell.cost.measure("demonstrations"): stores = self.make_stores()
+    stores,self.held = hold_out(stores, self.cfg.held_out)
     self.processor = make_processor(self.stream, stores, self.cfg, self.shell.say)
     self.data = TaskData(stores, self.processor, self.cfg.chunk)
     if checkpoint is None: return
@@ -148,6 +153,20 @@ def make_stores(self:Imitation)->dict:
         return stores
     while not shell.check_stop(): pass   # one vote for each of rank 0's
     return prepare(self.stream, self.cfg, shell.say)
+
+# %% ../../nbs/train/04_learner.ipynb #34fd4d98
+@patch
+def measure_held_out(self:Imitation, t:int):
+    "Rank 0 measures the error on the held-out demonstrations of the tasks so far; the others wait."
+    stage,policy = self.stages[t],self.full_policy()
+    if self.shell.rank == 0:
+        ids = list(self.held) if stage.name == JOINT else [i for i in self.stream.tried(t) if i in self.held]
+        with one_thread(), self.shell.cost.measure("evaluation"):
+            rows = error_after(self.shell.run.path, dict(stage=t, after=stage.name), ids, policy, self.processor, self.trainer.algo,
+                               self.data.stores, self.held)
+        said = ", ".join(f"{r['task']} {r['ratio']:.2f}" for r in rows)
+        self.shell.say(f"after {stage.name}: held-out error, 1 is the constant action: {said}")
+    self.acc.wait_for_everyone()
 
 # %% ../../nbs/train/04_learner.ipynb #d0400021
 @patch

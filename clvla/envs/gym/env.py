@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['successes', 'WIDE', 'NARROW', 'BEGUN', 'STEPPED', 'said_success', 'action_space', 'vector', 'part', 'misfit_of',
-           'span_of', 'square', 'make_sim', 'GymEnv', 'alike']
+           'is_vector', 'span_of', 'square', 'make_sim', 'GymEnv', 'alike']
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #0a924c70
 import copy, os
@@ -69,6 +69,10 @@ def misfit_of(
             return f"observation {key!r} {shown(v)}, of the space {box}"
     return ""
 
+def is_vector(space)->bool:
+    "Whether observations are a vector of numbers."
+    return type(space).__name__ == "Box" and len(space.shape) == 1
+
 def span_of(box)->tuple|None: # lowest and highest value of a picture; None: the space names no finite ones
     "What a space says of the values of a picture."
     if type(box).__name__ != "Box" or not np.isfinite([box.low.min(), box.high.max()]).all(): return None
@@ -117,7 +121,8 @@ class GymEnv(Env):
         self.planner = at_place(spec["expert"]) if "expert" in spec else None
         try: self.action_dim,self.n_actions,self.convert = action_space(self.sim.action_space)
         except ValueError as e: raise ValueError(f"{self.task_id}, {self.name}: {e}") from e
-        self.keys,space = spec.get("state", "none"),self.sim.observation_space
+        space = self.sim.observation_space
+        self.keys = spec.get("state", "obs" if is_vector(space) else "none")
         self.parts = ([] if self.keys == "none" else ["obs"] if self.keys == "obs" else list(self.keys))
         if self.picture not in ("render", "none"): self.parts.append(self.picture)
         self.check_starts()
