@@ -17,7 +17,8 @@ NAMES = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in MODULES]
 MAY = dict(core=set(), data=set(), envs={"data"}, cl=set(), policies=set(), eval={"envs", "data", "policies"},
            run={"eval", "envs", "data", "policies", "cl"},
            train={"run", "eval", "envs", "data", "policies", "cl"}, rl={"train", "run", "eval", "envs", "data", "policies", "cl"},   # a base policy comes from imitation
-           crl={"rl", "train", "run", "eval", "envs", "data", "policies", "cl"})   # agents share what they learn with, and the run
+           crl={"rl", "train", "run", "eval", "envs", "data", "policies", "cl"},
+           api={"crl", "rl", "train", "run", "eval", "envs", "data", "policies", "cl"})   # agents share what they learn with, and the run
 
 # (module, what a function in it imports): (the heavy library that importing it at the top would load, why it must not)
 LAZY = {

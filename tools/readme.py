@@ -1,14 +1,17 @@
-"Writes README.md from nbs/index.ipynb: prose with its links, shown code, text outputs; figures are left to the page."
+"Writes README.md from nbs/index.ipynb (prose with its links, shown code, text outputs), and what the README leads to: nbs/map.ipynb, nbs/images/rooms.svg."
 import json
 import re
 from pathlib import Path
+
+import map as page_map
+import rooms
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def from_root(text):
     "Relative links of a page in nbs/, as the README beside nbs/ needs them."
-    return re.sub(r"\]\((?!https?:|#|/)", "](nbs/", text)
+    return re.sub(r"\]\((?!https?:|#|/|\.\./)", "](nbs/", text).replace("](../", "](")
 
 
 def readme(path):
@@ -32,4 +35,6 @@ def readme(path):
 
 
 if __name__ == "__main__":
+    page_map.main()
+    rooms.main()
     (ROOT/"README.md").write_text(readme(ROOT/"nbs/index.ipynb"), encoding="utf-8")

@@ -1,0 +1,78 @@
+"README's code blocks, executed as they are pasted at the project's root: a copy of it, so that nothing is left behind."
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("metaworld")
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT/"README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+COMMANDS = [line[4:].split("  #")[0].strip() for line in README.splitlines() if line.startswith("    ")]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    "A copy of the tracked files, as a clone has them."
+    copy = tmp_path_factory.mktemp("clone")/"clvla"
+    for name in subprocess.check_output(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True).split("\0"):
+        if not name or not (ROOT/name).exists(): continue
+        (copy/name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT/name, copy/name)
+    return copy
+
+
+@pytest.fixture
+def run(project, shared_data):
+    "Run words at the root of the copy; everything that they print."
+    bin = str(Path(sys.executable).parent)
+    env = os.environ | dict(PATH=f"{bin}:{os.environ['PATH']}", PYTHONPATH=str(project), CLVLA_DATA=str(shared_data), CLVLA_ENV=sys.prefix)
+    def run(words):
+        done = subprocess.run(words, cwd=project, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=900)
+        assert done.returncode == 0, done.stdout[-3000:]
+        return done.stdout
+    return run
+
+
+def texts(page):
+    "What an executed page printed and shows as text."
+    outputs = [o for c in json.loads(page.read_text(encoding="utf-8"))["cells"] for o in c.get("outputs", [])]
+    return "\n".join("".join(o.get("text", o.get("data", {}).get("text/plain", ""))) for o in outputs)
+
+
+def test_what_readme_says():
+    assert len(PYTHON) == 1 and PYTHON[0].startswith("import clvla\n")
+    assert COMMANDS[:2] == ["./clvla.sh run", "./clvla.sh test"] and len(COMMANDS) == 5
+    assert all(words.startswith("papermill nbs/") for words in COMMANDS[2:])
+
+
+def test_the_pasted_python_works_in_a_small_run(run, project):
+    "The same lines with `smoke=True`, which takes seconds; the whole is in tests/slow.txt."
+    said = run([sys.executable, "-u", "-c", PYTHON[0].replace('suite="mw5"', 'suite="mw5", smoke=True')+"\nprint(run, len(run.heatmap().data))"])
+    assert said.splitlines()[-1] == "runs/mw5-er-tiny-s0-smoke: done 1"
+    assert "demonstrations" in said and "after " in said, "a script that prints nothing looks like one that hangs"
+
+
+def test_the_pasted_python_works_whole(run):
+    said = run([sys.executable, "-u", "-c", PYTHON[0]+"\nprint(run, run.matrix.R[-1].mean() > .5)"])
+    assert said.splitlines()[-1] == "runs/mw5-er-tiny-s0: done True"
+
+
+def test_pasted_commands_work_in_their_order(run, project):
+    main,_,*pages = COMMANDS
+    prepared = (Path(sys.prefix)/".clvla").exists()   # an environment that clvla.sh made, which it does not make anew
+    run(shlex.split(main) if prepared else
+        ["papermill", "--log-output", "--no-progress-bar", "nbs/run_cl.ipynb", "runs/page.ipynb", "-p", "cl", "mir"])
+    for command in pages: run(shlex.split(command))
+    said = texts(project/"runs/compare.ipynb")
+    assert "left out: runs/mw5-er-tiny-s0-smoke is a smoke run" in said
+    assert re.search(r"paired with (mir|sequential|er)", said)
+    assert (project/"runs/mw5-mir-tiny-s0/report.html").exists() and list((project/"runs/mw5-mir-tiny-s0/evals").iterdir())
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert "runs/" not in changed
