@@ -32,7 +32,9 @@ from .train.robot import RobotPolicy
 class Result:
     "What a run has written, as far as it has come."
     def __init__(self, path): self.path,self.run = Path(path),Run.open(path)   # FileNotFoundError where there is no run
-    def __repr__(self)->str: return f"{self.path}: {self.run.status}"
+    def __repr__(self)->str:
+        inside = self.path.is_relative_to(Path.cwd())
+        return f"{self.path.relative_to(Path.cwd()) if inside else self.path}: {self.run.status}"
 
     @property
     def records(self)->list: return self.run.folder.episodes(len)   # of every evaluation episode
