@@ -36,7 +36,7 @@ def test_the_penalty_reaches_every_agent_s_gradient(algo):
     task = make_experiment(dict(base="dot_2", env=dict(discrete=True))).stream["left"]
     moved = {}
     for lam in (0., 1e4):
-        agent, cl = make_agent(algo, n_envs=2, horizon=20, hidden=8, channels=2), make_cl("ewc", ewc_lam=lam)
+        agent, cl = make_agent(algo, n_envs=2, horizon=20, hidden=8, channels=2), make_cl("ewc", 0, ewc_lam=lam)
         cl.bind(agent)
         agent.build(None, Spaces(8, 2, dict(left=5)))
         start = flat(agent.net.parameters()).detach().clone()

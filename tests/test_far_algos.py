@@ -147,7 +147,7 @@ def learnt(case: str, device, path, stores: bool) -> list:
     name, kw, cl_name, cl_kw = AGENTS[case]
 
     def built():
-        agent, cl = make_agent(name, 0, **kw), make_cl(cl_name, **cl_kw)
+        agent, cl = make_agent(name, 0, **kw), make_cl(cl_name, 0, **cl_kw)
         agent.build(None, Spaces(image_size=8, state=2, n_actions=dict(a=3)), device)
         if cl_name != "none": cl.bind(agent)
         if name == "ppo": agent.learner.max_drift = None   # these probabilities are nobody's

@@ -24,7 +24,7 @@ def groups_and_menus(page):
     from clvla.rl.config import PracticeConfig, PracticeSettings
     from clvla.run.config import RunConfig
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
-    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw=cl_methods, runner_kw=runners)   # agents have no policy
+    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw={name: menu[name] for menu in (algos, cl_methods) for name in menu}, runner_kw=runners)   # agents have no policy
     shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
     if page == "run_rl": return (PracticeConfig, PracticeSettings, *shared), dict(algo_kw=methods, model_kw=policies, cl_kw=algos)
     return shared, dict(cl_kw=algos, model_kw=policies)

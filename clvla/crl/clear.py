@@ -178,17 +178,32 @@ def saved(self:CLEAR):
 def learn(self:CLEAR, rollout:dict)->dict:
     "`epochs` updates, each on the new unrolls and on remembered ones drawn anew; then the memory gets the new ones."
     new = to_device(rollout, self.device)
-    n = min(round(self.replay*rollout["reward"].shape[1]), len(self.memory))
-    for _ in range(self.epochs):
+    self.n_old = min(round(self.replay*rollout["reward"].shape[1]), len(self.memory))
+    if self.loop: metrics = self.learn_held(rollout)
+    for _ in range(0 if self.loop else self.epochs):
         loss,metrics,_ = self.loss(new)
-        if n:
-            old = to_device(self.memory.draw(n), self.device)
-            old_loss,_,out = self.loss(old)
-            cloning,more = cloning_loss(old, out, *self.weights)
+        if self.n_old:
+            old_loss,cloning,more = self.remembered()
             loss,metrics = loss+old_loss+cloning,metrics | more
         metrics = self.step(loss, metrics)
     self.memory.add(rollout)
     return metrics | dict(memory=float(len(self.memory)*self.horizon))
+
+@patch
+def remembered(self:CLEAR)->tuple:   # two losses, metrics
+    "V-trace's loss and that of cloning, on unrolls of the memory."
+    old = to_device(self.memory.draw(self.n_old), self.device)
+    old_loss,_,out = self.loss(old)
+    cloning,more = cloning_loss(old, out, *self.weights)
+    return old_loss,cloning,more
+
+@patch
+def weighted(self:CLEAR, batch:dict, **draws)->tuple:
+    "As IMPALA's, and what is remembered."
+    loss,out = self.model(batch)
+    if not self.n_old: return loss,out
+    old_loss,cloning,more = self.remembered()
+    return loss+old_loss+cloning,out | more
 
 @patch
 def state_dict(self:CLEAR)->dict:

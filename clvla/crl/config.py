@@ -13,7 +13,7 @@ from .experiment import Experiment, agents_of, make_experiment, specs
 from .presets import preset_of
 from ..core.trials import TRIALS
 from ..envs.all import make_stream
-from ..run.config import RunConfig, check_machine, resolve, settings_of, threads_of
+from ..run.config import RunConfig, check_machine, cl_settings, resolve, settings_of, threads_of
 from ..train.config import BEGIN, two_of
 
 # %% ../../nbs/crl/08_config.ipynb #c7800006
@@ -42,7 +42,7 @@ class AgentConfig(AgentSettings, RunConfig):
     "Everything that decides what a run of an agent computes."
     learner:str = "agent"   # what is learnt, a key of `run.all.learners`
     algo:str = "ppo"        # agent, a key of `crl.all.agents`
-    cl:str = "none"         # method against forgetting: none, ewc, online_ewc
+    cl:str = "none"         # method against forgetting: none, ewc, online_ewc, or a key of `cl.all.algos`, or several with +
     FREE = ()
 
     @classmethod
@@ -52,8 +52,10 @@ class AgentConfig(AgentSettings, RunConfig):
     @classmethod
     def settings(cls, given:dict)->dict:
         cl,runner = given.get("cl", cls.cl),given.get("runner", cls.runner)
-        return super().settings(given | dict(cl="none")) | dict(cl_kw=(f"cl {cl!r}", settings_of(cl_methods[cl])),
-                    runner_kw=(f"runner {runner!r}", settings_of(runners[runner], ("cfg", "exp"))))
+        own = super().settings(given | dict(cl="none"))
+        del own["cl_kw"]
+        against = dict(cl_kw=(f"cl {cl!r}", settings_of(cl_methods[cl]))) if cl in cl_methods else cl_settings(cl)
+        return own | against | dict(runner_kw=(f"runner {runner!r}", settings_of(runners[runner], ("cfg", "exp"))))
 
 # %% ../../nbs/crl/08_config.ipynb #c780000a
 SMOKE = dict(cycles=2, steps_per_task=128, eval_every=128, n_trials=2)

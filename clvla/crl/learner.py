@@ -16,11 +16,12 @@ from ..core.files import write_json
 from ..core.processes import keep_memory
 from ..core.progress import emit
 from ..core.trust import claim, code_of
-from .all import make_agent, make_cl, make_runner
+from .all import cl_methods, make_agent, make_cl, make_runner
 from .background import Aside
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
 from .experiment import PAIR, Spaces
+from .held import Held, check_held
 from ..data.streams import stream_json
 from ..envs.all import kind_of
 from ..eval.compare import Run, read_run
@@ -51,7 +52,9 @@ def check_agent(
     spaces = replace(spaces, state=spaces.state+told)
     check_actions(cfg, agent, spaces)
     agent.check(exp, spaces)
-    make_cl(cfg.cl, **cfg.cl_kw).bind(agent)
+    cl = make_cl(cfg.cl, cfg.seed, **cfg.cl_kw)
+    cl.bind(agent)
+    if isinstance(cl, Held): check_held(cl, cfg, exp, spaces)
     return exp,spaces
 
 def check_actions(cfg:AgentConfig, agent, spaces:Spaces):
@@ -60,7 +63,7 @@ def check_actions(cfg:AgentConfig, agent, spaces:Spaces):
     if not agent.boxes:
         raise ValueError(f"suite {cfg.suite!r} has continuous actions, and algo {cfg.algo!r} chooses among discrete "
                          "ones; take algo='ppo', or a stream with discrete actions")
-    if cfg.cl != "none":
+    if cfg.cl in cl_methods and cfg.cl != "none":
         raise ValueError(f"cl {cfg.cl!r} measures discrete policies, and suite {cfg.suite!r} has continuous actions; "
                          "leave cl at 'none'")
 
@@ -79,7 +82,7 @@ class AgentLearner(OnStream):
                              "leave it off, or set device to 'cpu'")
         self.agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
         self.runner = make_runner(cfg.runner, cfg, self.exp, **cfg.runner_kw)
-        self.cl = make_cl(cfg.cl, **cfg.cl_kw)
+        self.cl = make_cl(cfg.cl, cfg.seed, **cfg.cl_kw)
         self.cl.bind(self.agent)
         self.agent.home,self.agent.keep = Path(cfg.run_dir)/"replay",cfg.keep
         self.t,self.step,self.frames,self.offered = 0,None,0,None   # `offered`: position of the last `state_dict`
@@ -139,8 +142,16 @@ def begin(self:AgentLearner, stage:Stage):
     planned = self.exp.stages[stage.t]
     if stage.t%len(self.exp.trained) == 0: self.agent.on_cycle_start(planned.cycle)
     self.agent.on_task_start(planned)
+    self.cl.begin(planned, self.steps_of(stage), self.stream)
     self.step,self.stage_frames = 0,0
     self.lanes,self.draws = self.make_lanes(stage),torch_rng(self.cfg.seed, "actions", stage.t)
+
+@patch
+def steps_of(self:AgentLearner, stage:Stage)->int:
+    "Optimizer steps of a stage; 0 for an agent that no method of `cl` holds."
+    if self.agent.unheld: return 0
+    last = self.exp.stages[stage.t].steps-(stage.n_steps-1)*self.per_update
+    return (stage.n_steps-1)*self.agent.steps_in(self.per_update)+self.agent.steps_in(last)
 
 @patch
 def make_lanes(self:AgentLearner, stage:Stage):
@@ -171,6 +182,7 @@ def update(self:AgentLearner, stage:Stage):
     with self.shell.cost.measure("practice"): rollout = self.lanes.play(self.agent, horizon, self.draws)
     numbers = self.agent.learn(rollout)
     self.cl.observe(rollout)
+    numbers |= self.cl.metrics()
     self.frames += rollout["reward"].numel()
     self.stage_frames += rollout["reward"].numel()
     self.shell.run.log(stage=stage.t, task=stage.name, step=self.step, frames=self.frames, **self.logged(numbers),
@@ -202,11 +214,12 @@ def evaluate(self:AgentLearner, t:int, step=None):
     wanted = [(t, step, i, k) for i in self.stream.ids for k in range(self.exp.eval_episodes)]
     if recorded.issuperset(wanted): return
     point = dict(stage=t, after=self.stages[t].name if t >= 0 else "", step=step, frames=self.frames)
+    within = dict(within=self.cl.within) if isinstance(self.cl, Held) else {}   # which a runner of a plugin need not know
     if self.cfg.background:
-        self.aside = Aside(lambda: self.examiner.play(self.agent)),point
+        self.aside = Aside(lambda: self.examiner.play(self.agent, **within)),point
         if t == len(self.stages)-1 and step is None: self.gather()   # nothing is left to be learnt
         return
-    with self.shell.cost.measure("evaluation"): records = self.examiner.play(self.agent, self.shell.stop.check)
+    with self.shell.cost.measure("evaluation"): records = self.examiner.play(self.agent, self.shell.stop.check, **within)
     self.note(point, records)
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b0bg02
@@ -249,6 +262,8 @@ def state_dict(self:AgentLearner)->dict:
 def load_state_dict(self:AgentLearner, states:dict):
     "Go on from `states`."
     state = states["state"]
+    t = state["t"] if state["step"] is not None else state["t"]-1   # the stage whose weights these are
+    if t >= 0: self.cl.reshape(self.exp.stages[t], self.steps_of(self.stages[t]), self.stream)
     self.agent.load_state_dict(states["algo"])
     if self.cfg.cl != "none": self.cl.load_state_dict(state["cl"])
     self.t,self.step,self.frames = state["t"],state["step"],state["frames"]

@@ -12,8 +12,10 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ..cl.base import check_count, check_flag, check_number
+from ..cl.model import Model
 from ..core.batch import first_weights, to_device
-from .agent import Agent, OBSERVED, choose, ends_of, log_probs, next_values
+from ..core.names import PAD
+from .agent import Agent, LACKS, OBSERVED, answers_of, choose, ends_of, log_probs, next_values
 from ..train.on_policy import OnPolicy, check_ends, clip_loss, explained, gae, ratio_metrics, value_loss
 
 # %% ../../nbs/crl/03_ppo.ipynb #c7300007
@@ -103,6 +105,7 @@ class DiscretePPO(OnPolicy):
         adv = gae(rollout["reward"], rollout["mask"], v, rollout["next_v"], rollout["done"], self.lam)
         info = dict(adv_std=adv.std(correction=0).item(), v=v.mean().item(), explained=explained(v, adv+v))
         rows = {k: rollout[k] for k in ("x", "image", "n_actions", "action", "logp_old")}
+        if self.algo is not None: rows[PAD] = torch.zeros(len(v), 1, dtype=torch.bool, device=v.device)   # no row is padding
         return dict(rows, adv=(adv-adv.mean())/(adv.std(correction=0)+1e-8), ret=adv+v),info
 
     def act(self, obs:dict, draws:Tensor)->dict:   # action, logp, v
@@ -112,21 +115,22 @@ class DiscretePPO(OnPolicy):
 
 # %% ../../nbs/crl/03_ppo.ipynb #c732000b
 @patch
-def look(self:DiscretePPO, rows)->tuple:   # three tensors (B,)
-    "Log-probability of each row's action, value and entropy, by the present network."
+def look(self:DiscretePPO, rows)->tuple:   # three tensors (B,), one (B,1,A)
+    "Log-probability of each row's action, value, entropy, and all log-probabilities, by the present network."
     logp,v = self.net(dict(image=rows["image"], state=rows["x"], n_actions=rows["n_actions"]))
-    return logp.gather(1, rows["action"][:, None])[:, 0],v,entropy(logp)
+    return logp.gather(1, rows["action"][:, None])[:, 0],v,entropy(logp),answers_of(logp)[:, None]
 
 @patch
 def loss(self:DiscretePPO, rows)->tuple:   # (B,), and its parts
     "Eq. 1 of each row, and the numbers for the log."
-    logp,v,H = self.look(rows)
+    logp,v,H,answers = self.look(rows)
     actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
     ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know
     info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratios)
     total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
     if self.penalty is not None: info["penalty"] = self.penalty(self.net).expand_as(total)   # the same in each row
-    return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()}
+    compared = {} if self.algo is None or answers is None else dict(pred=answers)   # what a method compares with older answers
+    return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()} | compared
 
 @patch
 def check_drift(self:DiscretePPO, rollout)->float:
@@ -164,12 +168,13 @@ class BoxPPO(DiscretePPO):
 
     def look(self, rows):
         mean,v = self.net(dict(image=rows["image"], state=rows["x"], n_actions=rows["n_actions"]))
-        return self.log_prob(mean, rows["action"]),v,(self.net.log_std+.5*LOG_2PI+.5).sum().expand_as(v)
+        return self.log_prob(mean, rows["action"]),v,(self.net.log_std+.5*LOG_2PI+.5).sum().expand_as(v),None
 
 # %% ../../nbs/crl/03_ppo.ipynb #c730000e
 class PPO(Agent):
     "Proximal policy optimisation of a small network."
     penalised = boxes = True
+    unheld,lacks = "",LACKS | OnPolicy.lacks
     def __init__(self,
         seed:int=0,
         n_envs:int=8,           # environments at a time
@@ -211,6 +216,7 @@ class PPO(Agent):
             if self.orthogonal: orthogonal_(net)
         net.masked = min(spaces.n_actions.values()) < spaces.largest
         self.learner = learner_class(net.to(device), **self.kw)
+        self.learner.model.head_names = tuple(f"nets.actor.{part}" for part in ("logits.", "value.", "log_std"))
 
     @property
     def net(self)->PictureNet: return self.learner.net
@@ -248,3 +254,23 @@ def learn(self:PPO, rollout:dict)->dict:
 def acting(self:PPO)->PictureNet:
     "The network that actors copy."
     return self.net
+
+@patch(as_prop=True)
+def model(self:PPO)->Model:
+    "The network with the loss of rows, as the hooks of `cl` know a policy."
+    return self.learner.model
+
+@patch
+def hold(self:PPO, algo, ctx):
+    "Call the hooks of `algo` in every step of a minibatch."
+    self.learner.hold(algo, ctx)
+
+@patch(as_prop=True)
+def samples(self:PPO)->int:
+    "Rows of an optimizer step."
+    return self.kw["minibatch"]
+
+@patch
+def steps_in(self:PPO, n:int)->int:
+    "Optimizer steps on a rollout of `n` environment steps, where nothing ends them early."
+    return self.kw["epochs"]*-(-n//self.samples)

@@ -86,6 +86,7 @@ def compress_loss(
 class ProgressCompress(IMPALA):
     "IMPALA in an active column, and a knowledge base that it is compressed into."
     penalised = False   # the springs of a method from outside would rest at a column that starts anew; it has its own
+    unheld = "its column starts anew with each task, and it has a method of its own"
     def __init__(self,
         seed:int=0,
         n_envs:int=8,           # environments at a time

@@ -160,6 +160,7 @@ def check_ensemble(
 # %% ../../nbs/crl/09_sane.ipynb #c79a0024
 class SANE(Agent):
     "An ensemble of CLEAR agents, of which one acts and learns at a time."
+    unheld = "it makes and merges networks, which is its own method"
     def __init__(self,
         seed:int=0,
         n_envs:int=8,           # environments at a time

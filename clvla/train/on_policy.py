@@ -144,6 +144,7 @@ def step(self:OnPolicy, rows:dict)->tuple:   # metrics of the minibatch, whether
     self.share = pieces[0][1]*self.part[1]*len(pieces)   # the engine averages over parts and processes
     cl_step(self.algo, self.loop, self.n, len(pieces))
     taken = self.is_near()
+    if self.ctx.penalty is not None: self.info["penalty"] = self.ctx.penalty.detach()
     return self.info | (self.loop.grad_norm if taken else {}),taken
 
 @patch
