@@ -233,6 +233,7 @@ def is_finite(self:IMPALA, loss)->bool:
         raise FloatingPointError(f"{', '.join(wrong)} of an update are not finite; start anew with a smaller lr")
     return True
 
+# %% ../../nbs/crl/04_impala.ipynb #8dfe2e35
 @patch
 def learn_held(self:IMPALA, rollout:dict)->dict:
     "`epochs` updates with the hooks of a method; metrics of the last one."

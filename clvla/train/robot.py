@@ -9,6 +9,7 @@ __all__ = ['columns_of', 'seen_of', 'squeezed', 'robot_actions', 'task_of', 'Rob
 from pathlib import Path
 import numpy as np
 import torch
+from fastcore.basics import patch
 from PIL import Image
 from ..core.batch import to_device, torch_rng
 from ..core.files import read_json
@@ -82,6 +83,7 @@ def task_of(
     known = [*stream.ids, *(task.prompt for task in stream.tasks)]
     raise ValueError(f"the policy has no single task {name!r}{closest(name, known)}; its tasks are {', '.join(stream.ids)}")
 
+# %% ../../nbs/train/14_robot.ipynb #afe9fefc
 class RobotPolicy:
     "A policy that a run has trained, asked with a robot's own observations; it holds one task at a time."
     def __init__(self,
@@ -113,12 +115,15 @@ class RobotPolicy:
         cameras = ", ".join(f"{k.removeprefix(IMAGES)} = {self.columns[k]} ({n} x {n} pixels)" for k,n in pixels.items())
         self.say(f"{self.task.id}, told {self.task.prompt!r}: state = {self.columns[STATE]}; {cameras}; pictures of other sizes are squeezed")
 
-    def __call__(self,
-        seen:dict # column of the data set -> picture (h,w,3), or vector
-    )->np.ndarray: # (H,A) float32 actions for the robot, in order
-        "The next chunk of actions; ValueError for an observation that the policy cannot have been trained on."
-        raw = seen_of(seen, self.columns, self.policy.pixels, self.layout) | {PROMPT: [self.task.prompt], TASK_ID: [self.task.id]}
-        with torch.inference_mode(), self.algo.eval_policy(self.policy, self.task.id):
-            obs = to_device(self.processor.obs(raw), self.device)
-            chunk = self.policy.predict_chunk(obs, generator=self.rng)
-        return robot_actions(self.processor.unnormalise(chunk[0].float().cpu()).numpy(), self.layout)
+# %% ../../nbs/train/14_robot.ipynb #c26df537
+@patch
+def __call__(self:RobotPolicy,
+    seen:dict # column of the data set -> picture (h,w,3), or vector
+)->np.ndarray: # (H,A) float32 actions for the robot, in order
+    "The next chunk of actions; ValueError for an observation that the policy cannot have been trained on."
+    raw = seen_of(seen, self.columns, self.policy.pixels, self.layout)
+    raw |= {PROMPT: [self.task.prompt], TASK_ID: [self.task.id]}
+    with torch.inference_mode(), self.algo.eval_policy(self.policy, self.task.id):
+        obs = to_device(self.processor.obs(raw), self.device)
+        chunk = self.policy.predict_chunk(obs, generator=self.rng)
+    return robot_actions(self.processor.unnormalise(chunk[0].float().cpu()).numpy(), self.layout)

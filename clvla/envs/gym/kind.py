@@ -20,6 +20,7 @@ def door_task(color:str, **make)->Task:
                success="terminated_with_reward", expert="clvla.envs.gym.doors:plan")
     return Task(f"{color}-door", env["name"], f"go to the {color} door", env, dict(kind="demos"))
 
+# %% ../../../nbs/envs/gym/03_kind.ipynb #b9aedbed
 CONTINUOUS = dict(head="flow", chunk=4)   # what suits actions that are numbers
 
 def has_box(
@@ -32,6 +33,7 @@ def has_box(
     sim.close()
     return box
 
+# %% ../../../nbs/envs/gym/03_kind.ipynb #5997d070
 class Gym(Kind):
     "Any Gymnasium environment; what is particular stands in the spec."
     label,extra,modules,packages = "Gymnasium","gym",("gymnasium",),("gymnasium", "minigrid")
