@@ -75,7 +75,8 @@ def test_outputs_are_kept_and_small(nb):
     cells = json.loads(nb.read_text(encoding="utf-8"))["cells"]
     outputs = [o for c in cells if c["cell_type"] == "code" for o in c["outputs"]]
     assert not [o for o in outputs if o["output_type"] == "error"]
-    assert outputs or "parameters" in str(cells) or nb.name == "index.ipynb"
+    prose = all(c["cell_type"] == "markdown" for c in cells)   # a guide, or a list of pages
+    assert outputs or prose or "parameters" in str(cells)
     assert nb.stat().st_size < 1_500_000
 
 
