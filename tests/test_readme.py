@@ -6,11 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("metaworld")
+if find_spec("metaworld") is None: pytest.skip("README's blocks play Meta-World", allow_module_level=True)   # importing it here would choose how mujoco draws
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT/"README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
