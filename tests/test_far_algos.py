@@ -128,7 +128,9 @@ AGENT = dict(n_envs=4, horizon=6)
 AGENTS = {"ppo": ("ppo", AGENT, "none", {}), "impala": ("impala", AGENT | dict(lag=2), "none", {}), "clear": ("clear", AGENT | dict(frames=60), "none", {}),
           "progress_compress": ("progress_compress", AGENT | dict(fisher_steps=20), "none", {}),
           "sane": ("sane", AGENT | dict(frames=60, hold=9), "none", {}), "ppo-ewc": ("ppo", AGENT, "ewc", dict(fisher_steps=20)),
-          "impala-online_ewc": ("impala", AGENT, "online_ewc", dict(fisher_steps=20))}
+          "impala-online_ewc": ("impala", AGENT, "online_ewc", dict(fisher_steps=20)),
+          "ppo-packnet": ("ppo", AGENT, "packnet", {}), "ppo-l2": ("ppo", AGENT, "l2", {}),
+          "impala-derpp": ("impala", AGENT, "derpp", {}), "impala-task_lora": ("impala", AGENT, "task_lora", dict(rank=2))}
 
 
 def rollout(k: int, T: int = 6, N: int = 4, A: int = 3) -> dict:
@@ -153,9 +155,11 @@ def learnt(case: str, device, path, stores: bool) -> list:
         if name == "ppo": agent.learner.max_drift = None   # these probabilities are nobody's
         return agent, cl
     (agent, cl), found = built(), []
+    n_steps = 8 if name == "ppo" else 2
     for t in (0, 1):
         stage = SimpleNamespace(t=t, task_id=f"task{t}", steps=48)
         agent.on_task_start(stage)
+        cl.begin(stage, n_steps, Stream())
         starts = {k: v[0] for k,v in rollout(t).items() if k in ("image", "state", "n_actions")}
         agent.on_starts(starts)
         for k in (0, 1):
@@ -164,6 +168,7 @@ def learnt(case: str, device, path, stores: bool) -> list:
             if stores:
                 save_state(path/"agent.safetensors", dict(agent=agent.state_dict(), cl=cl.state_dict()))
                 state, (agent, cl) = load_state(path/"agent.safetensors"), built()
+                cl.reshape(stage, n_steps, Stream())
                 agent.load_state_dict(state["agent"])
                 cl.load_state_dict(state["cl"])
         agent.on_task_end(stage)

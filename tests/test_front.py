@@ -1,4 +1,5 @@
 "The first screen: README's size, its links and pictures, and each of its numbers on a page that it links."
+import ast
 import json
 import re
 from pathlib import Path
@@ -50,9 +51,16 @@ def test_pictures_of_readme_are_those_of_its_page():
     assert "images/front.gif" in page and "images/front.svg" in page
 
 
+def test_the_matrices_are_those_that_the_page_measured():
+    "Each panel's last row is the page's own output."
+    found = ast.literal_eval(re.search(r"\{'sequential': .*?\}", said("nbs/benchmarks/front.ipynb"), re.S)[0])
+    drawn = re.findall(r">(\d+)</text>", (ROOT/"nbs/images/front.svg").read_text())
+    assert len(drawn) == 30 and [drawn[10:15], drawn[25:]] == [[r.removesuffix(" %") for r in found[name]] for name in ("sequential", "er")]
+
+
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "LICENSE"])
 def test_files_of_a_project(name):
-    assert (ROOT/name).stat().st_size > 300 and name.split(".")[0] in README+"LICENSE"
+    assert (ROOT/name).stat().st_size > 300 and f"]({name})" in README
 
 
 def test_every_page_is_on_the_map():

@@ -65,6 +65,14 @@ def test_the_pasted_python_works_whole(run):
     assert said.splitlines()[-1] == "runs/mw5-er-tiny-s0: done True"
 
 
+def test_the_first_tutorial_works_as_pasted(run, project):
+    "Its cells in order, asserts and all, from its own folder as Jupyter runs them."
+    cells = json.loads((project/"nbs/tutorials/first_forgetting.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    said = run([sys.executable, "-u", "-c", f"import os\nos.chdir('nbs/tutorials')\n{code}\nprint(later, '<', kept)"])
+    assert re.fullmatch(r"[\d.]+ < [\d.]+", said.splitlines()[-1])
+
+
 SMALL = ["-p", "steps_per_task", "20", "-p", "n_trials", "2"]   # of the main job alone, whose folder keeps its name
 
 

@@ -1,5 +1,4 @@
 "Demonstrations that are held out, and a trained policy as a robot's program calls it."
-import json
 import numpy as np
 import pytest
 import torch
@@ -10,11 +9,16 @@ from clvla.data.frames import write_store
 from clvla.data.layouts import GRIPPERS
 from clvla.data.lerobot_write import write_lerobot
 from clvla.envs.all import make_stream
+from clvla.crl.config import AgentConfig
+from clvla.rl.config import PracticeConfig
+from clvla.rl.learner import check_practice
+from clvla.run.config import resolve
+from clvla.run.folder import RunFolder
 from clvla.run.stop import Stopped
-from clvla.train.config import TrainConfig, resolve
+from clvla.train.config import TrainConfig
 from clvla.train.held_out import action_error, hold_out
 from clvla.train.learner import Imitation, train_cl
-from clvla.train.robot import RobotPolicy
+from clvla.train.robot import RobotPolicy, columns_of, part_of
 
 
 def episode(T, seed=0, h=20, w=30, A=3):
@@ -102,6 +106,38 @@ def test_a_run_without_a_checkpoint_and_a_task_that_is_meant_by_nobody(robot, tm
     with pytest.raises(ValueError, match="no single task ''"): RobotPolicy(robot[0], say=len)
 
 
+def test_a_data_set_in_several_layouts_is_chosen_by_name():
+    from clvla.data.streams import Task
+    parts = [dict(path="/there/left", layout=dict(gripper="0..1")), dict(path="/there/right", layout={})]
+    task = Task("pour", "pour the tea", 1, source=dict(parts=parts))
+    with pytest.raises(ValueError, match="/there/left, /there/right in different layouts; say which"): part_of(task)
+    assert part_of(task, "right") is part_of(task, "/there/right") is parts[1]
+    with pytest.raises(ValueError, match="nothing from 'rigth'; did you mean"): part_of(task, "rigth")
+
+
+def test_a_machine_without_the_data_set_is_told_the_cameras(robot, tmp_path):
+    path,eps,_,layout = robot
+    gone,wanted = dict(path=str(tmp_path/"gone"), layout={}),[IMAGE, IMAGES+"wrist"]
+    with pytest.raises(ValueError, match="is not on this machine; say it by cameras="): columns_of(gone, wanted)
+    assert columns_of(gone, wanted, layout["cameras"]) == {IMAGE: IMAGES+"hand", IMAGES+"wrist": IMAGE, STATE: STATE}
+    with pytest.raises(ValueError, match="name no column for wrist"): columns_of(gone, wanted, dict(front=IMAGE))
+    other = RobotPolicy(path, "task 0", say=len, cameras=dict(front="top", wrist="grip"))
+    seen = dict(top=eps[0][IMAGES+"hand"][0], grip=eps[0][IMAGE][0]) | {STATE: eps[0][STATE][0]}
+    same = {k: eps[0][k][0] for k in (IMAGE, IMAGES+"hand", STATE)}
+    assert np.array_equal(other(seen), RobotPolicy(path, "task 0", say=len)(same))
+
+
+def test_an_agent_is_no_policy_of_demonstrations(tmp_path):
+    RunFolder(tmp_path/"agent").begin(resolve(AgentConfig(suite="dot_2", run_dir=str(tmp_path/"agent"))))
+    with pytest.raises(ValueError, match="a run of learner 'agent', expected imitation or practice"): RobotPolicy(tmp_path/"agent")
+
+
+def test_practice_holds_nothing_out(tmp_path):
+    "Its rounds train on all demonstrations."
+    cfg = resolve(PracticeConfig(suite="dot_2", held_out=.2, run_dir=str(tmp_path/"run")))
+    with pytest.raises(ValueError, match="held_out 0.2 leaves demonstrations out"): check_practice(cfg)
+
+
 # demonstrations that are held out
 
 def test_nothing_that_is_held_out_is_trained_on_or_counted(tmp_path):
@@ -161,7 +197,7 @@ def test_a_config_of_before_is_the_same_run(tmp_path):
     cfg = config(tmp_path, "dot_2", held_out=0.)
     from clvla.run.config import identity
     assert "held_out" not in identity(cfg)
-    assert "held_out" in json.dumps(identity(config(tmp_path, "dot_2")))
+    assert identity(config(tmp_path, "dot_2"))["held_out"] == .25
 
 
 def test_the_error_leaves_out_what_lies_behind_an_episodes_end():

@@ -91,6 +91,7 @@ def load_state_dict(self:ActorLanes, state:dict):
 class Parallel(Runner):
     "Actors that play one rollout with the newest weights, and wait for the next ones."
     exact,ahead,is_here = True,0,True   # `is_here`: its actors are processes of this machine
+    copies = True
     def __init__(self,
         cfg, # `AgentConfig` of the run
         exp, # its `Experiment`

@@ -67,6 +67,7 @@ class Agent:
     penalised,penalty,boxes = False,None,False   # `boxes`: whether it takes continuous actions
     home,keep,off_policy = None,3,False
     unheld,lacks,model = "it has no steps in which the hooks of cl could be called",{},None
+    stops_early = ""   # the setting by which it leaves out some of `steps_in`
     def __init__(self,
         seed:int=0,    # of the run
         n_envs:int=8,  # environments that are played at the same time

@@ -177,17 +177,21 @@ def saved(self:CLEAR):
 @patch
 def learn(self:CLEAR, rollout:dict)->dict:
     "`epochs` updates, each on the new unrolls and on remembered ones drawn anew; then the memory gets the new ones."
-    new = to_device(rollout, self.device)
     self.n_old = min(round(self.replay*rollout["reward"].shape[1]), len(self.memory))
-    if self.loop: metrics = self.learn_held(rollout)
-    for _ in range(0 if self.loop else self.epochs):
+    metrics = self.learn_held(rollout) if self.loop else self.learn_alone(to_device(rollout, self.device))
+    self.memory.add(rollout)
+    return metrics | dict(memory=float(len(self.memory)*self.horizon))
+
+@patch
+def learn_alone(self:CLEAR, new:dict)->dict:
+    "The updates, where no method of `cl` calls its hooks."
+    for _ in range(self.epochs):
         loss,metrics,_ = self.loss(new)
         if self.n_old:
             old_loss,cloning,more = self.remembered()
             loss,metrics = loss+old_loss+cloning,metrics | more
         metrics = self.step(loss, metrics)
-    self.memory.add(rollout)
-    return metrics | dict(memory=float(len(self.memory)*self.horizon))
+    return metrics
 
 @patch
 def remembered(self:CLEAR)->tuple:   # two losses, metrics

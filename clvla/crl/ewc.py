@@ -6,7 +6,6 @@
 __all__ = ['fisher', 'scaled', 'AgentCL', 'EWC', 'OnlineEWC']
 
 # %% ../../nbs/crl/06_ewc.ipynb #c7600002
-from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.func import functional_call, jacrev, vmap
@@ -47,11 +46,12 @@ def scaled(
 # %% ../../nbs/crl/06_ewc.ipynb #c7600012
 class AgentCL:
     "What a method against forgetting answers. This one does nothing."
+    within = None
     def bind(self, agent): self.agent = agent
+    def check(self, runner): pass
     def begin(self, stage, n_steps:int, stream): pass
     def observe(self, rollout:dict): pass
     def on_task_end(self, stage): pass
-    def within(self, task_id:str): return nullcontext()
     def reshape(self, stage, n_steps:int, stream): pass
     def metrics(self)->dict: return {}
     def state_dict(self)->dict: return {}

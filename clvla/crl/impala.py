@@ -18,7 +18,7 @@ from ..cl.model import Model
 from ..core.names import PAD
 from .agent import Agent, LACKS, OBSERVED, answers_of, choose, ends_of, next_values
 from .ppo import PictureNet, check_picture, entropy
-from .unrolls import UnrollLoop, UnrollSource, steps_of
+from .unrolls import UnrollLoop, UnrollSource, rollout_from
 from .vtrace import vtrace
 
 # %% ../../nbs/crl/04_impala.ipynb #c7400007
@@ -94,6 +94,7 @@ class IMPALA(Agent):
         self.lr,self.gamma,self.epochs,self.lag,self.correct,self.grad_clip = lr,gamma,epochs,lag,correct,grad_clip
         self.value_weight,self.entropy_weight,self.clip_reward = value_weight,entropy_weight,clip_reward
         self.sizes,self.loop = dict(channels=channels, hidden=hidden),None   # `loop`: with a method of `cl`, see `hold`
+        if lag: self.lacks = self.lacks | dict(layers=f"lag {lag} acts with a copy of older ones; set lag to 0")
 
     def check(self, exp, spaces): check_picture(spaces.image_size)
     @property
@@ -201,7 +202,7 @@ def row_losses(self:IMPALA,
     batch:dict # of `batch_of`, B unrolls
 )->tuple:      # (B,) losses; `pred` (B,T,A) log-probabilities, and (B,) metrics
     "Eq. 1 of each unroll."
-    rollout = steps_of(batch)
+    rollout = rollout_from(batch)
     if self.clip_reward: rollout["reward"] = rollout["reward"].sign()
     out = look_at(self.net, rollout)
     target,adv = corrected(rollout, out, self.gamma, self.correct)

@@ -21,7 +21,6 @@ from .background import Aside
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
 from .experiment import PAIR, Spaces
-from .held import Held, check_held
 from ..data.streams import stream_json
 from ..envs.all import kind_of
 from ..eval.compare import Run, read_run
@@ -54,7 +53,7 @@ def check_agent(
     agent.check(exp, spaces)
     cl = make_cl(cfg.cl, cfg.seed, **cfg.cl_kw)
     cl.bind(agent)
-    if isinstance(cl, Held): check_held(cl, cfg, exp, spaces)
+    cl.check(runner)
     return exp,spaces
 
 def check_actions(cfg:AgentConfig, agent, spaces:Spaces):
@@ -142,12 +141,12 @@ def begin(self:AgentLearner, stage:Stage):
     planned = self.exp.stages[stage.t]
     if stage.t%len(self.exp.trained) == 0: self.agent.on_cycle_start(planned.cycle)
     self.agent.on_task_start(planned)
-    self.cl.begin(planned, self.steps_of(stage), self.stream)
+    self.cl.begin(planned, self.n_steps_of(stage), self.stream)
     self.step,self.stage_frames = 0,0
     self.lanes,self.draws = self.make_lanes(stage),torch_rng(self.cfg.seed, "actions", stage.t)
 
 @patch
-def steps_of(self:AgentLearner, stage:Stage)->int:
+def n_steps_of(self:AgentLearner, stage:Stage)->int:
     "Optimizer steps of a stage; 0 for an agent that no method of `cl` holds."
     if self.agent.unheld: return 0
     last = self.exp.stages[stage.t].steps-(stage.n_steps-1)*self.per_update
@@ -214,7 +213,7 @@ def evaluate(self:AgentLearner, t:int, step=None):
     wanted = [(t, step, i, k) for i in self.stream.ids for k in range(self.exp.eval_episodes)]
     if recorded.issuperset(wanted): return
     point = dict(stage=t, after=self.stages[t].name if t >= 0 else "", step=step, frames=self.frames)
-    within = dict(within=self.cl.within) if isinstance(self.cl, Held) else {}   # which a runner of a plugin need not know
+    within = dict(within=self.cl.within) if self.cl.within else {}   # which a plugin's examiner need not take
     if self.cfg.background:
         self.aside = Aside(lambda: self.examiner.play(self.agent, **within)),point
         if t == len(self.stages)-1 and step is None: self.gather()   # nothing is left to be learnt
@@ -263,7 +262,7 @@ def load_state_dict(self:AgentLearner, states:dict):
     "Go on from `states`."
     state = states["state"]
     t = state["t"] if state["step"] is not None else state["t"]-1   # the stage whose weights these are
-    if t >= 0: self.cl.reshape(self.exp.stages[t], self.steps_of(self.stages[t]), self.stream)
+    if t >= 0: self.cl.reshape(self.exp.stages[t], self.n_steps_of(self.stages[t]), self.stream)
     self.agent.load_state_dict(states["algo"])
     if self.cfg.cl != "none": self.cl.load_state_dict(state["cl"])
     self.t,self.step,self.frames = state["t"],state["step"],state["frames"]

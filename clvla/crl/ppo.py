@@ -115,21 +115,21 @@ class DiscretePPO(OnPolicy):
 
 # %% ../../nbs/crl/03_ppo.ipynb #c732000b
 @patch
-def look(self:DiscretePPO, rows)->tuple:   # three tensors (B,), one (B,1,A)
+def look(self:DiscretePPO, rows)->tuple:   # three tensors (B,), one (B,A)
     "Log-probability of each row's action, value, entropy, and all log-probabilities, by the present network."
     logp,v = self.net(dict(image=rows["image"], state=rows["x"], n_actions=rows["n_actions"]))
-    return logp.gather(1, rows["action"][:, None])[:, 0],v,entropy(logp),answers_of(logp)[:, None]
+    return logp.gather(1, rows["action"][:, None])[:, 0],v,entropy(logp),logp
 
 @patch
 def loss(self:DiscretePPO, rows)->tuple:   # (B,), and its parts
     "Eq. 1 of each row, and the numbers for the log."
-    logp,v,H,answers = self.look(rows)
+    logp,v,H,logps = self.look(rows)
     actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
     ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know
     info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratios)
     total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
     if self.penalty is not None: info["penalty"] = self.penalty(self.net).expand_as(total)   # the same in each row
-    compared = {} if self.algo is None or answers is None else dict(pred=answers)   # what a method compares with older answers
+    compared = {} if self.algo is None or logps is None else dict(pred=answers_of(logps)[:, None])
     return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()} | compared
 
 @patch
@@ -202,12 +202,15 @@ class PPO(Agent):
         check_number("reward_scale", reward_scale, 1e-12, rule="above 0")
         self.gamma,self.clip_reward,self.reward_scale,self.sizes = gamma,clip_reward,reward_scale,dict(channels=channels, hidden=hidden)
         check_flag("orthogonal", orthogonal)
-        self.orthogonal = orthogonal
+        self.orthogonal,self.stops_early = orthogonal,f"kl_stop {kl_stop}"*(kl_stop is not None)
         self.kw = dict(lam=lam, value_weight=value_weight, entropy_weight=entropy_weight, lr=lr, epochs=epochs,
                        minibatch=minibatch, clip=clip, grad_clip=grad_clip, kl_stop=kl_stop, seed=seed)
         DiscretePPO(nn.Linear(1, 1), **self.kw)   # refuses settings that cannot work
 
-    def check(self, exp, spaces): check_picture(spaces.image_size)
+    def check(self, exp, spaces):
+        check_picture(spaces.image_size)
+        if spaces.box: self.lacks = self.lacks | dict(outputs="this suite's actions are numbers, and probabilities are compared")
+
     def build(self, exp, spaces, device="cpu"):
         super().build(exp, spaces, device)
         net_class,learner_class = (BoxNet, BoxPPO) if spaces.box else (PictureNet, DiscretePPO)

@@ -322,6 +322,7 @@ def group(self:Examiner, agent, task_id:str, trials:list, draws)->list:
 class Runner:
     "Where an agent's environments live. This one steps them in turn, in this process."
     exact = True
+    copies = False   # whether its processes hold copies of the first network
     def __init__(self,
         cfg, # `AgentConfig` of the run
         exp  # its `Experiment`

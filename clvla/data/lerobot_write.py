@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CODECS', 'COUNTED', 'ORIENTATION', 'PLAIN', 'QUANTILES', 'column_type', 'features', 'encode_png', 'picture_file',
-           'image_header', 'decode_image', 'counts_stats', 'rows_stats', 'value_counts', 'lerobot_ready',
+           'image_header', 'decode_image', 'squeezed', 'counts_stats', 'rows_stats', 'value_counts', 'lerobot_ready',
            'write_lerobot']
 
 # %% ../../nbs/data/06_lerobot_write.ipynb #42f93613
@@ -96,8 +96,16 @@ def decode_image(
     if shape is not None and x.shape[:2] != tuple(shape):
         raise ValueError(f"{where}: a picture is {x.shape[0]} x {x.shape[1]} (height x width), expected {shape[0]} x {shape[1]} as "
                          "meta/info.json says; a camera has one size in a data set")
-    if size is None or x.shape[:2] == (size, size): return x
-    return np.asarray(Image.fromarray(x).resize((size, size), Image.BILINEAR))
+    return x if size is None else squeezed(x, size)
+
+def squeezed(
+    picture:np.ndarray, # (h,w,3) uint8
+    n:int               # pixels
+)->np.ndarray:          # (n,n,3) uint8
+    "A picture as a square."
+    from PIL import Image
+    if picture.shape[:2] == (n, n): return picture
+    return np.asarray(Image.fromarray(picture).resize((n, n), Image.BILINEAR))
 
 PLAIN = {"P": "RGB", "PA": "RGBA", "LA": "RGBA", "1": "L", "CMYK": "RGB", "YCbCr": "RGB"}   # mode of a file -> as it is read
 

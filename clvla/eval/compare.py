@@ -19,7 +19,7 @@ from ..core.names import closest
 from ..core.files import read_json
 from ..core.records import read_jsonl
 from .metrics import JOINT, SuccessMatrix, from_records, measure_records, of_matrix, plain, upto
-from .plots import PALETTE, css, small
+from .plots import small
 from .stats import final, metric_intervals, paired, seed_intervals, t_interval, t_test
 
 # %% ../../nbs/eval/08_compare.ipynb #5ceaa357
@@ -233,7 +233,7 @@ def mean_lines(groups:dict)->go.Figure:
     "Average success on the tasks trained so far, after each stage; thin lines: seeds; dotted: a joint run."
     fig = go.Figure()
     for i,(name,rs) in enumerate(groups.items()):
-        color,T = css(PALETTE[i%len(PALETTE)]),len(rs[0].stages)
+        color,T = f"hsl({360*i//len(groups)},65%,45%)",len(rs[0].stages)
         A = np.array([[100*np.mean(upto(r.matrix, t).R[-1]) for t in range(T)] for r in rs])
         if rs[0].stages == (JOINT,):
             fig.add_hline(y=A.mean(), line=dict(dash="dot", color=color), annotation_text=name)

@@ -54,6 +54,8 @@ def check_practice(
     "Look up every name of a config; ValueError says what was probably meant."
     if cfg.patience: raise ValueError(f"patience {cfg.patience} ends the imitation of a task early, and practice has rounds; "
                                       "set patience to 0")
+    if cfg.held_out: raise ValueError(f"held_out {cfg.held_out} leaves demonstrations out of training, and practice goes on with all of them; "
+                                      "set held_out to 0")
     stream = check(base_config(cfg))
     method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
     method.check(cfg)

@@ -13,7 +13,6 @@ from ..core.batch import to_device, torch_rng
 from ..core.files import read_json, write_json
 from ..core.names import ACTION, PAD, TASK_ID
 from ..core.seeds import np_rng
-from ..data.frames import FrameStore
 
 # %% ../../nbs/train/13_held_out.ipynb #6b24c284
 def held_episodes(

@@ -6,7 +6,8 @@
 __all__ = ['CONTINUOUS', 'gym', 'door_task', 'has_box', 'Gym']
 
 # %% ../../../nbs/envs/gym/03_kind.ipynb #7a040f05
-import hashlib
+import hashlib, json
+from functools import lru_cache
 from ...core.files import json_text
 from ...data.streams import Stream, Task
 from .env import GymEnv, make_sim
@@ -23,11 +24,12 @@ def door_task(color:str, **make)->Task:
 # %% ../../../nbs/envs/gym/03_kind.ipynb #b9aedbed
 CONTINUOUS = dict(head="flow", chunk=4)   # what suits actions that are numbers
 
+@lru_cache(maxsize=64)
 def has_box(
-    env:dict # spec of an environment
+    text:str # a name and arguments of `gymnasium.make`, as JSON
 )->bool:
-    "Whether the actions of a Gymnasium environment are numbers; False for one that cannot be made, which a run refuses later."
-    try: sim = make_sim(env["name"], env.get("make", {}))
+    "Whether an environment's actions are numbers; False for one that cannot be made, which a run refuses later."
+    try: sim = make_sim(*json.loads(text))
     except (ImportError, ValueError): return False
     box = type(sim.action_space).__name__ == "Box"
     sim.close()
@@ -51,8 +53,9 @@ class Gym(Kind):
 
     def suits(self, tasks:list)->dict:
         "Discrete actions one at a time; numbers as chunks of a flow head."
-        own = [task for task in tasks if not task.env["name"].startswith("clvla.")]   # whose actions are discrete
-        return self.defaults | (CONTINUOUS if any(has_box(task.env) for task in own) else {})
+        own = {task.env["name"] for stream in self.streams().values() for task in stream.tasks}   # for which the defaults were chosen
+        others = {json_text([task.env["name"], task.env.get("make", {})]) for task in tasks if task.env["name"] not in own}
+        return self.defaults | (CONTINUOUS if any(map(has_box, others)) else {})
 
     def knows_success(self, spec:dict)->bool: return spec.get("success") != "never"
 
