@@ -18,11 +18,15 @@ MAY = dict(core=set(), data=set(), envs={"data"}, cl=set(), policies=set(), eval
            run={"eval", "envs", "data", "policies", "cl"},
            train={"run", "eval", "envs", "data", "policies", "cl"}, rl={"train", "run", "eval", "envs", "data", "policies", "cl"},   # a base policy comes from imitation
            crl={"rl", "train", "run", "eval", "envs", "data", "policies", "cl"},
-           api={"crl", "rl", "train", "run", "eval", "envs", "data", "policies", "cl"})   # agents share what they learn with, and the run
+           api={"crl", "rl", "train", "run", "eval", "envs", "data", "policies", "cl"},
+           command={"api", "crl", "rl", "train", "run", "eval", "envs", "data", "policies", "cl"})   # agents share what they learn with, and the run
 
 # (module, what a function in it imports): (the heavy library that importing it at the top would load, why it must not)
 LAZY = {
     ("clvla.run.__main__", "clvla.run.shell"): ("torch", "the process that starts the ranks of a run needs no torch"),
+    ("clvla.command.main", "clvla.command.runs"): ("torch", "a terminal answers --help and a wrong name at once"),
+    ("clvla.command.main", "clvla.command.lists"): ("torch", "a terminal answers --help and a wrong name at once"),
+    ("clvla.command.main", "clvla.command.doctor"): ("numpy", "a terminal answers --help and a wrong name at once"),
     ("clvla.rl.config", "clvla.cl.base"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.run.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
     ("clvla.train.config", "clvla.cl.all"): ("torch", "a page reads and refuses settings in a second"),
@@ -159,7 +163,7 @@ def spoken(path):
 
 
 GENERIC = [p for p in MODULES if p.relative_to(LIBRARY).parts[:2] not in (("envs", "libero"), ("envs", "metaworld"), ("envs", "gym"))
-           and p != LIBRARY/"envs/all.py"
+           and p not in (LIBRARY/"envs/all.py", LIBRARY/"command/main.py")   # `clvla libero` is a command
            and p != LIBRARY/"run/lerobot/commands.py"]   # LeRobot steps environments through gymnasium's classes
 
 

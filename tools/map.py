@@ -13,7 +13,7 @@ ROOMS = {   # folder -> its heading
     "envs/metaworld": "envs/metaworld", "envs/libero": "envs/libero", "envs/gym": "envs/gym: Gymnasium, MiniGrid, games",
     "policies": "policies: the contract, heads, adapters", "policies/lerobot": "policies/lerobot", "policies/vlm": "policies/vlm: families on language models",
     "cl": "cl: methods against forgetting", "train": "train: imitation", "rl": "rl: practice", "crl": "crl: agents that learn by reward",
-    "eval": "eval: metrics, intervals, episodes, figures", "run": "run: a run as a process", "benchmarks": "Benchmarks"}
+    "eval": "eval: metrics, intervals, episodes, figures", "run": "run: a run as a process", "command": "command: `clvla` from a terminal", "benchmarks": "Benchmarks"}
 
 
 def title(page):

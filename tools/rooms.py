@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SAYS = dict(core="names, files, configs, state", data="tasks, demonstrations, data sets", envs="environments, their processes",
             policies="policies and adapters", cl="methods against forgetting", eval="metrics, intervals, episodes", run="a run as a process",
-            train="imitation", rl="practice", crl="agents by reward")
+            train="imitation", rl="practice", crl="agents by reward", command="clvla from a terminal")
 W, H, GAP = 178, 62, 14   # of a room, pixels
 
 

@@ -50,6 +50,7 @@ class Kind:
     def streams(self)->dict: return {}                     # name -> Stream
     def adopt(self, tasks:list, options)->list: return tasks # `options`: what the user says of the data sets, or None
     def identity(self, spec:dict)->dict: return {}         # e.g. {"assets": version}
+    def files(self)->str: return ""                        # where its own files lie; FileNotFoundError where they are missing
     def rates_of(self, env)->tuple: return self.rates or (self.recipe["fps"],)   # of an environment; (): nobody knows
     def title(self, spec:dict)->str: return spec["name"]
     def suits(self, tasks:list)->dict: return self.defaults   # settings that suit some of its tasks

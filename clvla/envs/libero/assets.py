@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['INDEX', 'FORMAT', 'VERSIONS', 'home', 'check_versions', 'index', 'damaged', 'damage_message', 'pointer', 'pointed',
-           'lay_out', 'prepared', 'tree', 'assets_id', 'describe', 'named', 'libero_root', 'write_config', 'bootstrap',
-           'init_states']
+           'lay_out', 'prepared', 'tree', 'assets_id', 'describe', 'named', 'located', 'libero_root', 'write_config',
+           'bootstrap', 'init_states']
 
 # %% ../../../nbs/envs/libero/03_assets.ipynb #b8991512
 import ctypes.util, fcntl, functools, importlib.metadata, json, logging, os, re, shutil
@@ -209,6 +209,12 @@ def named(source=None)->Path|None:
     p = Path(text).expanduser().resolve()
     if text and not p.exists(): raise FileNotFoundError(f"LIBERO's assets: there is no {p}; {HELP}")
     return p if text else None
+
+def located()->Path:
+    "Where LIBERO's assets lie, prepared or not; FileNotFoundError where they are neither named nor prepared."
+    root = named() or pointed(home()/"prepared.json")
+    if root is None: raise FileNotFoundError(f"no LIBERO assets are prepared in {home()}, and CLVLA_LIBERO_ASSETS is not set; {HELP}")
+    return root
 
 def libero_root(
     path=None # a folder or an archive; default $CLVLA_LIBERO_ASSETS, else what `clvla-libero` has prepared

@@ -10,7 +10,7 @@ import functools
 from dataclasses import replace
 from ...core.names import IMAGES
 from ..kind import Kind
-from .assets import assets_id, libero_root
+from .assets import assets_id, libero_root, located
 from .data import as_libero
 from .env import LiberoEnv
 from .sim import folder_of
@@ -40,6 +40,7 @@ class Libero(Kind):
     hints = NO_SUITE
 
     def streams(self)->dict: return _streams()
+    def files(self): return f"assets in {located()}"
 
     def adopt(self, tasks, options):
         return as_libero(tasks, options)

@@ -1,0 +1,270 @@
+"The command `clvla`: light, the same run as its page, JSON for scripts, stopped and gone on with; doctor on machines that lack something."
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from clvla.command.main import COMMANDS, HAS, main, parser_of
+from clvla.command.words import PAGES, page_file, parameters_of, read_words
+from clvla.cl.all import algos
+from clvla.run.resume import fingerprint
+
+ROOT = Path(__file__).resolve().parents[1]
+CLVLA = [sys.executable, "-c", "import sys; from clvla.command.main import main; sys.exit(main())"]   # what the console script does
+DOT = "--suite dot_2 --threads 1 --n_workers 1 --steps_per_task 10 --n_trials 2".split()
+
+
+def clvla(*words, **kw):
+    return subprocess.run([*CLVLA, *map(str, words)], capture_output=True, text=True, timeout=300, **kw)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory): return tmp_path_factory.mktemp("command")
+
+
+@pytest.fixture(scope="module")
+def er(home):
+    "A run by the command, with what it said."
+    done = clvla("run", "--cl", "er", *DOT, "--data_dir", home/"data", "--run_dir", home/"er", "--json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    return home/"er", done
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys; from clvla.command.main import main; main([]); print([m for m in ('numpy', 'torch', 'pandas', 'plotly', 'papermill', 'IPython') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", PAGES)
+def test_help_lists_every_parameter_with_its_default(command):
+    text = clvla(command, "--help").stdout
+    known = parameters_of(page_file(command))
+    assert len(known) >= 5
+    for name,(default,_) in known.items(): assert f"  --{name} {default}" in text, name
+    assert all(f"--{option}" in text for option in HAS[command])
+
+
+def test_every_command_is_in_the_help_and_has_its_own():
+    said = clvla("--help").stdout
+    assert all(f"\n  {name} " in said for name in COMMANDS)
+    for name in COMMANDS: assert parser_of(name).format_help().startswith(f"usage: clvla {name}")
+
+
+def test_json_stands_alone_on_the_standard_output(er):
+    path, done = er
+    found = json.loads(done.stdout)
+    assert (found["status"], found["tasks"], found["path"]) == ("done", ["left", "right"], str(path))
+    assert found["trials"] == [[2, 0], [2, 2]] and found["success"][0][1] is None and Path(found["report"]).exists()
+    assert "demonstrations" in done.stderr and "after right" in done.stderr
+
+
+def test_command_and_page_are_the_same_run(er, home):
+    "Weights, records and all else that the fingerprint of a run holds."
+    path,_ = er
+    done = clvla("run", "-p", "cl", "er", *DOT, "--data_dir", home/"data", "--run_dir", home/"page", "--page", home/"out/page.ipynb", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert fingerprint(home/"page") == fingerprint(path)
+    assert any("png" in str(o) or "plotly" in str(o) for c in json.loads((home/"out/page.ipynb").read_text())["cells"] for o in c.get("outputs", []))
+
+
+def test_a_file_gives_what_is_not_said(er, home, capsys):
+    "What belongs to another method is said and left out; the same run is opened."
+    (home/"plan.yaml").write_text(f"cl: mir\nrefresh: 5\nsuite: dot_2\nthreads: 1\nn_workers: 1\nsteps_per_task: 10\nn_trials: 2\ndata_dir: {home}/data\nrun_dir: {home}/er\n")
+    assert main(["run", "-f", str(home/"plan.yaml"), "--cl", "er"]) == 0
+    said = capsys.readouterr().out
+    assert "refresh of the parameters file: of cl 'mir'" in said and "this run is finished" in said
+
+
+@pytest.mark.parametrize("words, says", [
+    ("run --cl mirr", "did you mean 'mir'?"), ("run --bufer_size 3 --cl er", "did you mean 'buffer_size'?"), ("run --n_trials many", "'many' is not a value"),
+    ("practice --algo clonning --suite dot_2", "did you mean 'cloning'?"), ("agents --algo ppoo --suite dot_2", "did you mean 'ppo'?"),
+    ("run -f nowhere.yaml", "protocols/libero_goal.yaml"), ("run mw5", "write --suite mw5"), ("eval", "expected one folder"), ("watch nowhere", "no run folder"),
+    ("stop nowhere", "no run folder"), ("metrics nowhere", "no run folder"), ("compare nowhere-*", "no folder matches"), ("list suits", "did you mean 'suites'?"),
+    ("cache --delete nothing", "keeps no 'nothing'"), ("completion fish", "expected bash or zsh"), ("compare --bye algo", "did you mean 'by'?")])
+def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data"))
+    assert main(words.split()) == 1
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said and said.startswith(f"clvla {words.split()[0]}: ")
+    assert list(tmp_path.iterdir()) == [], "a refusal leaves nothing behind"
+
+
+def test_a_wrong_command_has_its_own_exit_status(capsys):
+    assert main(["rum"]) == 2 and "did you mean 'run'?" in capsys.readouterr().err
+
+
+def test_a_reader_that_ends_early_is_no_error():
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -c 'from clvla.command.main import main; import sys; sys.exit(main([\"run\", \"--help\"]))' | head -1"], capture_output=True, text=True)
+    assert done.stdout.startswith("usage: clvla run") and "Traceback" not in done.stderr
+
+
+def test_eval_compare_and_metrics(er, home, capsys):
+    path,_ = er
+    assert main(["eval", str(path), "--n_trials", "3", "--n_workers", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trials"] == [[3, 0], [3, 3]]
+    assert main(["metrics", found["path"], "--write"]) == 0
+    assert (Path(found["path"])/"matrix.csv").read_text().startswith(",left,right\nleft,")
+    capsys.readouterr()
+    assert main(["compare", str(path), found["path"], "--by", "n_trials", "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["runs"] == {"n_trials=2": [str(path)], "n_trials=3": [found["path"]]} and len(both["paired"]) == 1
+
+
+def test_anybodys_matrix(tmp_path, capsys):
+    "Metrics that a person can compute: BWT is the mean of .5-1 and .75-.5."
+    (tmp_path/"m.csv").write_text(",a,b,c\na,100,,\nb,60,50,\nc,50,75,90\n")
+    assert main(["metrics", str(tmp_path/"m.csv"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["metrics"]
+    assert found["ASR"]["value"] == pytest.approx((50+75+90)/3) and found["BWT"]["value"] == pytest.approx((-50+25)/2)
+    assert found["Forgetting"]["value"] == pytest.approx((50-25)/2)
+
+
+@pytest.mark.parametrize("text, says", [("", "no matrix"), (",a\nb,1\n", "trained 'b'"), (",a,b\na,1\n", "has 1 cells"), (",a\na,x\n", "a share, a percentage"),
+                                        (",a\na,-1\n", "from 0 to 1"), (",a\na,101\n", "from 0 to 1"), (",a,a\na,1,1\n", "each task id once")])
+def test_a_matrix_that_is_none(tmp_path, text, says, capsys):
+    (tmp_path/"m.csv").write_text(text)
+    assert main(["metrics", str(tmp_path/"m.csv")]) == 1 and says in capsys.readouterr().err
+
+
+def begun(words, path):
+    "A run in a session of its own, once it has trained a little."
+    def fresh():
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)   # as in a terminal
+    before = (path/"log.jsonl").stat().st_size if (path/"log.jsonl").exists() else 0
+    run = subprocess.Popen([*CLVLA, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=fresh)
+    deadline = time.monotonic()+120
+    while time.monotonic() < deadline and not ((path/"log.jsonl").exists() and (path/"log.jsonl").stat().st_size > before): time.sleep(.1)
+    return run
+
+
+def test_a_run_is_stopped_interrupted_and_gone_on_with(home, capsys):
+    "Exit status 75 says that the same command goes on; a watcher ends with the run, and sees its matrix."
+    path = home/"long"
+    words = ["run", "--cl", "er", *DOT[:-4], "--steps_per_task", "200", "--n_trials", "2", "--data_dir", home/"data", "--run_dir", path]
+    for end in (lambda run: main(["stop", str(path)]), lambda run: run.send_signal(signal.SIGINT)):
+        run = begun(words, path)
+        end(run)
+        assert main(["watch", str(path)]) == 0
+        said = run.communicate(timeout=120)[0]
+        assert run.returncode == 75 and "the same command continues it" in said, said
+        assert "stopped" in capsys.readouterr().out
+    assert main(list(map(str, words))) == 0
+    assert main(["watch", str(path)]) == 0
+    assert f"{path}: done" in (shown := capsys.readouterr().out) and "after right" in shown
+
+
+def test_lists(er, home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+    (home/"runs").mkdir()
+    os.symlink(home/"er", home/"runs/er")
+    assert main(["list", "runs", "--json"]) == 0
+    assert [(r["run"], r["cl"]) for r in json.loads(capsys.readouterr().out)] == [("runs/er", "er")]
+    assert main(["list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["suites"]["mw5"].startswith("5 tasks") and "replay" in found["methods"]["er"].lower() and set(found) == {"suites", "methods", "practice", "agents", "policies"}
+    for name,menu in found.items(): assert [k for k,v in menu.items() if not v] == [], name
+    assert set(found["methods"]) >= {*algos}
+
+
+def test_cache_lists_and_removes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data"))
+    (tmp_path/"data/demos/a").mkdir(parents=True)
+    (tmp_path/"data/demos/a/x").write_bytes(bytes(3_000_000))
+    (tmp_path/"outside").write_text("stays")
+    os.symlink(tmp_path/"outside", tmp_path/"data/demos/link")
+    assert main(["cache", "--json"]) == 0
+    assert {r["name"]: r["bytes"] for r in json.loads(capsys.readouterr().out)}["demos/a"] == 3_000_000
+    assert [main(["cache", "--delete", name]) for name in ("demos/link", "demos/a", "../outside", "demos/..")] == [0, 0, 1, 1]
+    assert (tmp_path/"outside").read_text() == "stays" and not (tmp_path/"data/demos/a").exists()
+
+
+def test_a_shell_completes(tmp_path):
+    script = tmp_path/"clvla"
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom clvla.command.main import main\nsys.exit(main())\n")
+    script.chmod(0o755)
+    def complete(*words):
+        code = f'eval "$(clvla completion bash)"; COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words)-1}; _clvla; echo ${{COMPREPLY[@]}}'
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, env=os.environ | dict(PATH=f"{tmp_path}:{os.environ['PATH']}")).stdout.split()
+    assert complete("clvla", "do") == ["doctor"] and complete("clvla", "run", "--refr") == ["--refresh"] and complete("clvla", "eval", "--first") == ["--first_trial"]
+
+
+# doctor
+
+def doctor(*words, **kw):
+    "Exit status, and finding by name."
+    done = clvla("doctor", "--json", *words, **kw)
+    return done.returncode, {f["what"]: f for f in json.loads(done.stdout)}
+
+
+def test_this_machine_is_well(tmp_path):
+    status, found = doctor(cwd=tmp_path, env=os.environ | dict(CLVLA_DATA=str(tmp_path)))
+    assert status == 0 and {f["state"] for f in found.values()} <= {"ok", "note"}
+    assert found["drawing with osmesa"]["state"] == "ok" and found["libraries"]["state"] == "ok"
+
+
+def test_a_machine_that_lacks_much(tmp_path):
+    "GL libraries that a loader finds damaged, 64 open files, and a numpy that is too new for one extra, all of them real in the child."
+    for lib in ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so", "libEGL.so.1", "libEGL.so"): (tmp_path/lib).write_text("no library")
+    info = tmp_path/"numpy-2.9.0.dist-info"   # what an environment with it lists
+    info.mkdir()
+    (info/"METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.9.0\n")
+    status, found = doctor(env=os.environ | dict(LD_LIBRARY_PATH=str(tmp_path), PYTHONPATH=f"{tmp_path}:{ROOT}"),
+                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)))
+    assert status == 1 and found["drawing"]["state"] == "problem" and "libosmesa6" in found["drawing"]["do"]
+    assert found["open files"] == dict(what="open files", state="problem", found="64 files", do="256 files are needed: ulimit -n 4096")
+    assert found["numpy"]["found"] == "2.9.0" and "the extra libero was tested with numpy" in found["numpy"]["do"]
+
+
+def test_a_disk_that_is_full(tmp_path):
+    "A file system of one megabyte, where this user may mount one."
+    code = f"from clvla.command.doctor import check_machine; print([(f.what, f.state) for f in check_machine('{tmp_path}', '{tmp_path}') if 'disk' in f.what])"
+    may = subprocess.run(["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c \"$CODE\""], capture_output=True, text=True, env=os.environ | dict(CODE=code))
+    said = may.stdout if may.returncode == 0 else subprocess.run([sys.executable, "-c", f"import shutil; shutil.disk_usage = lambda p: shutil._ntuple_diskusage(10**6, 0, 10**6); {code}"], capture_output=True, text=True).stdout
+    assert said.count("problem") == 2 and "disk of the data" in said, may
+
+
+# an installed library, without the repository
+
+@pytest.fixture(scope="module")
+def wheel(home):
+    "The wheel of these files, unpacked."
+    copy = home/"source"
+    for name in subprocess.check_output(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "clvla", "nbs/protocols", "nbs/*.ipynb", "settings.ini", "setup.py", "MANIFEST.in", "README.md", "LICENSE"], cwd=ROOT, text=True).split("\0"):
+        if not name or not (ROOT/name).exists(): continue
+        (copy/name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT/name, copy/name)
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(home/"wheels"), str(copy)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    zipfile.ZipFile(next((home/"wheels").glob("clvla-*.whl"))).extractall(home/"installed")
+    shutil.rmtree(copy)
+    return home/"installed"
+
+
+def test_a_wheel_runs_alone(wheel, home):
+    "In an empty folder: a page of the wheel, its protocols, and a run with its report."
+    empty = home/"empty"
+    empty.mkdir()
+    kw = dict(cwd=empty, env=os.environ | dict(PYTHONPATH=str(wheel), CLVLA_DATA=str(home/"data")))
+    where = subprocess.run([sys.executable, "-c", "from clvla.command.words import page_file, settings_file; print(page_file('run'), settings_file('protocols/libero_goal.yaml'))"], text=True, capture_output=True, **kw).stdout.split()
+    assert where == [str(wheel/"clvla/pages/run_cl.ipynb"), str(wheel/"clvla/pages/protocols/libero_goal.yaml")]
+    done = clvla("run", "--suite", "dot_2", "--smoke", "--n_workers", "1", "--page", "page.ipynb", **kw)
+    assert done.returncode == 0, done.stderr
+    assert (empty/"runs/dot_2-mir-tiny-s0-smoke/report.html").exists() and (empty/"page.ipynb").exists()
+    scripts = (next(wheel.glob("*.dist-info"))/"entry_points.txt").read_text()
+    assert "clvla = clvla.command.main:main" in scripts
+
+
+def test_words_are_read_as_papermill_reads_them():
+    same = ["-p seed 1 -p smoke True", "--seed 1 --smoke", "--seed=1 --smoke=True", "--parameters seed 1 -r smoke True"]
+    assert all(read_words(line.split()).given == dict(seed="1", smoke="True") for line in same)
