@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from clvla.command.main import COMMANDS, HAS, main, parser_of
-from clvla.command.words import PAGES, page_file, parameters_of, read_words
+from clvla.command.words import PAGES, defaults_of, page_file, parameters_of, read_words
+from clvla.crl.config import AgentConfig
 from clvla.cl.all import algos
+from clvla.run.config import make_config, resolve
 from clvla.run.resume import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +75,12 @@ def test_command_and_page_are_the_same_run(er, home):
     assert done.returncode == 0, done.stderr
     assert fingerprint(home/"page") == fingerprint(path)
     assert any("png" in str(o) or "plotly" in str(o) for c in json.loads((home/"out/page.ipynb").read_text())["cells"] for o in c.get("outputs", []))
+
+
+def test_agents_are_told_their_task_where_their_experiment_tells_it():
+    "As on the page: CORA's agents are not told."
+    told = lambda **kw: resolve(make_config(AgentConfig, defaults_of(page_file("agents")) | kw)).tell_task
+    assert told() is True and told(suite="mini_atari_3_tasks_3_cycles") is False and told(suite="mini_atari_3_tasks_3_cycles", tell_task=True) is True
 
 
 def test_a_file_gives_what_is_not_said(er, home, capsys):

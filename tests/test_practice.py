@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from chaos import wait_for
+from clvla.core.batch import first_weights, torch_rng
 from clvla.core.files import read_json
 from clvla.core.names import STATE
 from clvla.core.state import load_state, save_state
@@ -23,8 +25,11 @@ from clvla.rl.episodes import Recorder, load_episodes
 from clvla.rl.gains import gains
 from clvla.rl.learner import Practice, practise
 from clvla.rl.method import Method
+from clvla.rl.td3 import TD3
 from clvla.rl.token_ppo import TokenPPO, played_chunks
+from clvla.rl.actor import Actor
 from clvla.rl.all import methods
+from clvla.rl.choice import ChoiceActor
 from clvla.run.checkpoint import checkpoints
 from clvla.run.config import differences
 from clvla.run.folder import RunFolder
@@ -59,6 +64,10 @@ def done(data, tmp_path_factory): return practise(config(data, tmp_path_factory.
     (dict(tasks=["lfet"]), "did you mean 'left'"), (dict(init_from="nowhere"), "does not exist"), (dict(algo_kw=dict(refresh=1)), "no setting 'refresh'"),
     (dict(seed=90), "expected 0..89"), (dict(accumulation=2), "whole batches"), (dict(algo="token_ppo", algo_kw={}, episodes=3), "make one round"),
     (dict(algo="token_grpo", algo_kw=dict(group_size=2)), "multiple of group_size"), (dict(algo="token_td3", lora_rank=2), "lora_rank"),
+    (dict(algo="token_td3", algo_kw=dict(token_kw=dict(blocks=3))), "did you mean 'n_blocks'"), (dict(algo="token_td3", algo_kw=dict(tau=0)), "tau"),
+    (dict(algo="token_td3", algo_kw=dict(token="paper", token_kw=dict(width=64))), "no setting 'width'"), (dict(algo="token_td3", algo_kw=dict(token_lr=0)), "token_lr"),
+    (dict(algo="token_ppo", algo_kw=dict(lam=1.5)), "lam"), (dict(algo="token_grpo", algo_kw=dict(lam=.9)), "no setting 'lam'"),
+    (dict(algo="choice_grpo", algo_kw=dict(value_weight=.5, group_size=3)), "compares attempts"),
     (dict(n_trials=0), "n_trials must be above 0"), (dict(model="tinny"), "did you mean 'tiny'"),
     (dict(model="lerobot-act-tiny", algo="token_td3", algo_kw={}), "Take a model of tiny")])
 def test_bad_settings_are_refused_before_anything_is_made(data, tmp_path, kw, says):
@@ -82,6 +91,46 @@ def test_settings_go_to_the_method_that_is_chosen():
     assert PracticeConfig.of(suite="dot_2", model="qwenoft-tiny", sample="8").algo_kw == dict(sample=8)
     assert PracticeConfig.of(suite="dot_2", N="8").algo_kw == dict(N=8)
     with pytest.raises(ValueError, match="unknown parameter 'N'"): PracticeConfig.of(suite="dot_2", model="qwenoft-tiny", N="8")
+
+
+TD3_KW = dict(actor_lr=1e-3, critic_lr=2e-3, tau=.1, actor_every=1, target_std=.3, noise_clip=.4)
+
+
+def test_settings_of_the_networks_reach_them(data, tmp_path, monkeypatch):
+    "The token that a run learnt has the size that was asked for, and TD3 the steps."
+    made, build = [], TD3.__init__
+    def seen(self, *args, **kw):
+        build(self, *args, **kw)
+        made.append(self)
+    monkeypatch.setattr(TD3, "__init__", seen)
+    small = dict(updates=2, token_updates=3, sample=8, token="query", token_kw=dict(width=32, n_blocks=1, length=80))
+    run = practise(config(data, tmp_path/"run", algo="token_td3", algo_kw=small | TD3_KW), say=len)
+    codec = load_policy(checkpoints(run.path/"checkpoints", ends=True)[-1]).codec
+    assert (codec.W, len(codec.encoder), len(codec.pos)) == (32, 1, 80)
+    td3 = made[-1]
+    assert (td3.tau, td3.actor_every, td3.target_std, td3.noise_clip) == (.1, 1, .3, .4)
+    assert (td3.opt_actor.param_groups[0]["lr"], td3.opt_critic.param_groups[0]["lr"]) == (1e-3, 2e-3)
+
+
+@pytest.mark.parametrize("algo, kw", [("token_ppo", dict(lam=.5)), ("token_ppo", dict(value_weight=.1)), ("token_ppo", dict(clip_value=1e-4)), ("token_ppo", dict(normalise=False)),
+                                      ("choice_ppo", dict(lam=.5)), ("choice_ppo", dict(value_weight=.1))])
+def test_settings_of_ppo_change_what_is_learnt(algo, kw):
+    "The same rollout, six updates: other weights than with the defaults, which are those of the learner itself."
+    def learnt(**kw):
+        method = methods[algo](epochs=3, minibatch=4, kl_stop=1e9, **kw)
+        with first_weights(0, "test"): actor = ChoiceActor(4, 2, 3) if algo == "choice_ppo" else Actor(4, 2, 3, ref_dropout=0.)
+        method.policy, method.ctx = SimpleNamespace(actor=actor), SimpleNamespace(device="cpu")
+        ppo, g = method.make_learner(), torch_rng(0, "rollout")
+        ppo.max_drift = None   # the rollout stays, and the actor moves on
+        draw = lambda *shape: torch.randn(shape, generator=g)
+        ref = draw(8, 5, 2, 3) if algo == "choice_ppo" else draw(8, 2, 3)
+        action = torch.randint(5, (8,), generator=g) if algo == "choice_ppo" else draw(8, 2, 3)
+        x = draw(8, 4)
+        with torch.no_grad(): logp = actor.log_prob(x, ref, action)
+        rollout = dict(x=x, ref=ref, action=action, logp_old=logp, reward=draw(8), mask=torch.full((8,), .9), next_x=draw(8, 4), done=torch.zeros(8, dtype=torch.bool))
+        for _ in range(6): ppo.update(rollout | dict(done=torch.arange(8) == 7))
+        return torch.cat([p.detach().flatten() for p in (*ppo.actor.parameters(), *ppo.value.parameters())])
+    assert torch.equal(learnt(), learnt(lam=.95, value_weight=1.)) and not torch.equal(learnt(), learnt(**kw))
 
 
 def test_choosing_among_one_answer_is_refused_where_it_is_asked_for(data, tmp_path):

@@ -20,7 +20,7 @@ from ..run.all import configs
 from ..run.config import fitted
 from ..run.folder import RunFolder
 from ..run.watch import Run
-from .words import Words
+from .words import Words, defaults_of, page_file
 
 # %% ../../nbs/command/01_runs.ipynb #0091a07e
 LEARNERS = dict(run="imitation", practice="practice", agents="agent")   # command -> key of `run.all.configs`
@@ -40,13 +40,14 @@ def read_files(
 
 # %% ../../nbs/command/01_runs.ipynb #f9fe09a2
 def given_by(
+    command:str, # a key of `LEARNERS`
     words:Words,
-    cls,      # class of the settings
-    say=print # told what of a file does not apply
-)->dict:      # setting -> value
-    "What files and words say; the words go first."
-    file = read_files(words.files)
-    return fitted(cls, file | words.given, file, set(words.given), say) if file else words.given
+    say=print    # told what of a file does not apply
+)->dict:         # setting -> value
+    "What the page, files and words say; the words go first, and then the files."
+    file,shown = read_files(words.files),defaults_of(page_file(command))
+    given = shown | file | words.given
+    return fitted(configs[LEARNERS[command]], given, file, set(words.given), say) if file else given
 
 def no_others(words:Words, command:str):
     "ValueError for a word that is no parameter."
@@ -115,8 +116,7 @@ def begin(
 )->Result:
     "Do what is left of the run that some words name."
     no_others(words, command)
-    cls = configs[LEARNERS[command]]
-    return result_of(cls, given_by(words, cls))
+    return result_of(configs[LEARNERS[command]], given_by(command, words))
 
 # %% ../../nbs/command/01_runs.ipynb #60352d31
 def one_of(

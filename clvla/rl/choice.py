@@ -14,7 +14,6 @@ from ..cl.base import check_choice, check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
-from .actor import Value
 from .best_of_n import AGREE, critic_state, planned
 from .grpo import GRPO
 from .noise_actor import DrawScore
@@ -116,10 +115,12 @@ class ChoicePPO(TokenPPO):
         minibatch:int=64,       # chunks in an update
         ratio_clip:float=.2,    # how far from 1 a ratio of probabilities counts
         kl_stop:float=.05,      # divergence from the old actor at which a round's updates end
+        lam:float=.95,          # GAE: 0 looks one chunk ahead, 1 to the episode's end
+        value_weight:float=1.,  # of the value's loss beside the actor's
         shuffled:bool=False     # control: draws and choices are dealt out to other observations
     ):
         super().__init__(seed, actor_lr=actor_lr, epochs=epochs, minibatch=minibatch, ratio_clip=ratio_clip,
-                         kl_stop=kl_stop, gamma=gamma, hidden=hidden)
+                         kl_stop=kl_stop, gamma=gamma, hidden=hidden, lam=lam, value_weight=value_weight)
         check_count("N", N, least=2)
         check_choice("reads", reads, ("proprioception", "context", "tokens"))
         check_flag("shuffled", shuffled)
@@ -134,9 +135,7 @@ class ChoicePPO(TokenPPO):
         if self.shuffled: self.rollout |= self.dealt()
 
     def make_learner(self):
-        with first_weights(self.seed, "practice", "value"):
-            value = Value(self.policy.actor.X, self.hidden, layer_norm=True).to(self.ctx.device)
-        return PPO(self.policy.actor, value, seed=self.seed, **self.kw)
+        return PPO(self.policy.actor, self.make_value(layer_norm=True), seed=self.seed, **self.value_kw, **self.kw)
 
 # %% ../../nbs/rl/29_choice.ipynb #c250001a
 @patch
@@ -200,6 +199,8 @@ class ChoiceGRPO(ChoicePPO):
         kl_weight:float=.01,    # of the divergence from equal shares
         **more                  # of `ChoicePPO`
     ):
+        if wrong := [k for k in ("lam", "value_weight") if k in more]:
+            raise ValueError(f"{wrong[0]} belongs to a value network, and choice_grpo compares attempts instead; leave it out")
         super().__init__(seed, **more)
         check_count("group_size", group_size, least=2)
         check_number("kl_weight", kl_weight, 0)

@@ -22,13 +22,16 @@ class PPO(OnPolicy):
         lam:float=.95,                # GAE: 0 looks one chunk ahead, 1 to the episode's end
         clip_value:float|None=None,   # how far from the old value a gain counts; None: no limit
         normalise:bool=True,          # advantages to mean 0 and deviation 1
+        value_weight:float=1.,        # of the value's loss beside the actor's
         **kw                          # of OnPolicy: lr, epochs, minibatch, accumulation, clip, kl_stop, ...
     ):
         check_number("lam", lam, 0, 1)
         if clip_value is not None: check_number("clip_value", clip_value, 1e-12, rule="above 0, or None")
         check_flag("normalise", normalise)
+        check_number("value_weight", value_weight, 0)
         super().__init__(dict(actor=actor, value=value), **kw)
         self.actor,self.value,self.lam,self.clip_value,self.normalise = actor,value,lam,clip_value,normalise
+        self.value_weight = value_weight
 
     def prepare(self, rollout):
         check_ends(rollout["mask"], rollout["done"])
@@ -44,4 +47,4 @@ class PPO(OnPolicy):
         actor_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip)
         v_loss = value_loss(self.value(rows["x"]), rows["ret"], rows["v_old"], self.clip_value)
         info = dict(actor_loss=actor_loss, value_loss=v_loss, **ratio_metrics(logp, rows["logp_old"], self.clip))
-        return actor_loss+v_loss,{k: x.detach() for k,x in info.items()}
+        return actor_loss+self.value_weight*v_loss,{k: x.detach() for k,x in info.items()}

@@ -34,14 +34,26 @@ class TokenTD3(TokenMethod):
         tune_sample:int=32,    # stored observations in one of these
         tune_q:float=1.,       # weight of the critics' error in them
         recon:float=1.,        # weight of the reconstruction
+        actor_lr:float=3e-4,   # of Adam
+        critic_lr:float=3e-4,  # the same, of the critics
+        tau:float=.005,        # step of the slow copies
+        actor_every:int=2,     # updates of the critics for one of the actor and of the slow copies
+        target_std:float=.2,   # deviation of the target's chunks
+        noise_clip:float=.5,   # and the largest size of that noise
         **more                 # of `TokenMethod`
     ):
         super().__init__(seed, **more)
         for name,value in dict(sample=sample, tune_updates=tune_updates, tune_sample=tune_sample).items(): check_count(name, value)
         check_count("capacity", capacity, least=1000)
+        check_count("actor_every", actor_every)
+        check_number("tau", tau, 1e-9, 1, "in (0,1]")
+        for name,value in dict(actor_lr=actor_lr, critic_lr=critic_lr).items(): check_number(name, value, 1e-12, rule="above 0")
+        for name,value in dict(target_std=target_std, noise_clip=noise_clip).items(): check_number(name, value, 0)
         for name,value in dict(beta=beta, encoder_lr=encoder_lr, vla_lr=vla_lr, tune_q=tune_q, recon=recon).items():
             check_number(name, value, 0)
         self.updates,self.sample,self.beta,self.capacity = updates,sample,beta,capacity
+        self.td3_kw = dict(lr_actor=actor_lr, lr_critic=critic_lr, tau=tau, actor_every=actor_every,
+                           target_std=target_std, noise_clip=noise_clip)
         self.tune_updates,self.tune_sample,self.tuned = tune_updates,tune_sample,vla_lr > 0
         self.tune_kw = dict(encoder_lr=encoder_lr, vla_lr=vla_lr, tune_q=tune_q, recon=recon)
         self.tuner,self.attempts = None,[]   # where something learns besides actor and critics; all attempts so far
@@ -52,7 +64,7 @@ class TokenTD3(TokenMethod):
         with first_weights(self.seed, "practice", "critic"):
             critic = TwinCritic(actor.X, actor.C, actor.A, self.hidden).to(ctx.device)
         # the only reward is 1 at success, which ends the episode
-        self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed)
+        self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed, **self.td3_kw)
         self.replay = self.make_replay()
         if not (self.tune_kw["encoder_lr"] or self.tuned): return
         learns = [name for name,p in self.base.named_parameters() if p.requires_grad]
