@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("lerobot")
 from safetensors.torch import load_file
 from test_resume import config
+from clvla.eval.results import read_results
 from clvla.core.batch import torch_rng
 from clvla.core.files import read_json, write_json
 from clvla.core.names import ACTION, IMAGE, PROMPT, STATE
@@ -85,6 +86,8 @@ def test_lerobot_eval_ends_every_episode_as_clvla_did(run, last, tmp_path):
     theirs = successes(tmp_path/"out")
     assert theirs == [[ours[task, i] for i in range(6)] for task in ("left", "right")]
     assert {True, False} == set(sum(theirs, []))
+    found, said = read_results(f"theirs={tmp_path/'out/eval_info.json'}"), json.loads((tmp_path/"out/eval_info.json").read_text())
+    assert 100*found.rate == pytest.approx(said["overall"]["pc_success"]) and found.counts.k.tolist() == [sum(s) for s in theirs] and not found.pairs
 
 
 THEIRS = {f"lerobot-{name}-tiny": kind for name, kind in dict(act="act", smolvla="smolvla", diffusion="diffusion", xvla="clvla").items()} | {"lerobot-multi-task-dit-tiny": "multi_task_dit"}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'ELSEWHERE', 'OPTIONS', 'HAS', 'DEMO', 'BASH', 'DOES', 'WORDS', 'usage', 'Parser', 'parser_of',
-           'page_command', 'of_run', 'of_metrics', 'of_state', 'of_lists', 'of_machine', 'of_completion', 'status_of',
-           'call', 'no_reader', 'main']
+           'page_command', 'of_run', 'of_audit', 'of_metrics', 'of_state', 'of_lists', 'of_machine', 'of_completion',
+           'status_of', 'call', 'no_reader', 'main']
 
 # %% ../../nbs/command/04_main.ipynb #332e6b87
 import argparse, contextlib, importlib.metadata, json, os, sys
@@ -18,7 +18,8 @@ COMMANDS = dict(
     demo="a first success matrix: five tasks with replay, a minute and a half",
     run="train along a stream by imitation, and evaluate", practice="let a policy practise by itself",
     agents="let agents learn by reward", eval="play more episodes with the checkpoints of a run: RUN",
-    compare="put runs side by side: RUN ...", metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
+    compare="put runs side by side: RUN ...",
+    audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...", metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
     watch="follow a run until it ends: RUN", stop="ask a run to save and end: RUN",
     list="what there is to choose from, or which runs there are: [suites | methods | practice | agents | policies | runs]",
     cache="what lies in the folder of the data", doctor="what of this machine a run needs, and what to do where it is not there",
@@ -36,10 +37,11 @@ def usage()->str:
 OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything else on the standard error"),
                page=dict(metavar="FILE", help="execute the page instead, and leave it there"),
                write=dict(action="store_true", help="also write matrix.csv and metrics.csv into the folder"),
+               out=dict(metavar="DIR", help="write text, tables, figure and numbers there"),
                once=dict(action="store_true", help="say how it is now, and end"),
                delete=dict(metavar="NAME", help="remove one of them"))
 HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
-    demo=("json",), metrics=("write", "json"), watch=("once",), list=("json",), cache=("delete", "json"), doctor=("json",))
+    demo=("json",), audit=("out", "json"), metrics=("write", "json"), watch=("once",), list=("json",), cache=("delete", "json"), doctor=("json",))
 
 class Parser(argparse.ArgumentParser):
     "Options of a command; its help also lists the parameters of the page."
@@ -88,6 +90,11 @@ def of_run(command:str, words:Words, o):
     return runs.facts(run),runs.told(run)
 
 # %% ../../nbs/command/04_main.ipynb #58d73eee
+def of_audit(command:str, words:Words, o):
+    "Compare anybody's results."
+    from clvla.command import runs
+    return runs.audited(words, o.out or "")
+
 def of_metrics(command:str, words:Words, o):
     "Matrix and metrics of a path."
     from clvla.command import runs
@@ -148,7 +155,7 @@ def of_completion(command:str, words:Words, o):
     return {}," ".join(f"--{name}" for name in own)
 
 # %% ../../nbs/command/04_main.ipynb #1dc4456c
-DOES = dict(metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists, doctor=of_machine, completion=of_completion)
+DOES = dict(audit=of_audit, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists, doctor=of_machine, completion=of_completion)
 
 WORDS = {"--help": usage, "-h": usage, "help": usage, "--version": lambda: f"clvla {importlib.metadata.version('clvla')}"}
 

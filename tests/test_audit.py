@@ -1,0 +1,147 @@
+"Anybody's results: numbers against scipy and published examples, false alarms and power by simulation, and records that nobody should believe."
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from clvla.command.main import main
+from clvla.eval.audit import against, audit, by_task, e_value, episodes_needed, fisher, latex, markdown, newcombe, paired_interval, paragraph, smallest_shown
+from clvla.eval.results import counted, of_counts, of_episodes, of_text, read_results
+from clvla.eval.stats import mcnemar, wilson
+
+GRID = [(0, 10, 0, 10), (1, 10, 8, 10), (3, 50, 9, 40), (185, 200, 184, 200), (462, 500, 459, 500), (50, 50, 0, 50), (7, 9, 120, 400)]
+# Newcombe (1998), Table II, method 10
+NEWCOMBE = [((56, 70, 48, 80), (.0524, .3339)), ((9, 10, 3, 10), (.1705, .8090)), ((6, 7, 2, 7), (.0582, .8062)), ((5, 56, 0, 29), (-.0381, .1926)),
+            ((0, 10, 0, 20), (-.1611, .2775)), ((0, 10, 0, 10), (-.2775, .2775)), ((10, 10, 0, 20), (.6791, 1.)), ((10, 10, 0, 10), (.6075, 1.))]
+
+
+@pytest.mark.parametrize("k1, n1, k2, n2", GRID)
+def test_tests_and_intervals_are_scipys(k1, n1, k2, n2):
+    assert fisher(k1, n1, k2, n2) == pytest.approx(stats.fisher_exact([[k1, n1-k1], [k2, n2-k2]]).pvalue, rel=1e-6)
+    assert mcnemar(k1, k2) == pytest.approx(stats.binomtest(k1, k1+k2, .5).pvalue if k1+k2 else 1., rel=1e-6)
+    low, high = stats.binomtest(k1, n1).proportion_ci(method="wilson")
+    assert (float(wilson(k1, n1)[0]), float(wilson(k1, n1)[1])) == pytest.approx((low, high), abs=1e-9)
+
+
+@pytest.mark.parametrize("counts, published", NEWCOMBE, ids=str)
+def test_the_interval_is_newcombes(counts, published):
+    assert newcombe(*counts) == pytest.approx(published, abs=6e-5)
+
+
+@pytest.mark.parametrize("truth", [(.5, .1, .1, .3), (.3, .3, .1, .3), (.1, .05, .02, .83)], ids=str)
+def test_the_paired_interval_covers(truth):
+    "Of both, the first alone, the second alone, neither."
+    draws = np.random.default_rng(0).multinomial(100, truth, 2000)
+    inside = [low <= truth[1]-truth[2] <= high for low,high in (paired_interval(int(b), int(c), 100) for _,b,c,_ in draws)]
+    assert .935 <= np.mean(inside) <= 1
+
+
+def episodes(rng, rates, paired):
+    "Two copies of one policy on 50 starts of 2 tasks."
+    hard = rng.random((2, 50))
+    def one(name, rate):
+        x = (hard < rate)*(rng.random((2, 50)) < .9) if paired else rng.random((2, 50)) < rate*.9
+        rows = [dict(task=f"t{j}", trial=i if paired else None, seed=0, success=int(x[j, i])) for j in range(2) for i in range(50)]
+        return of_episodes(name, "rows", pd.DataFrame(rows))
+    return [one(name, rate) for name,rate in zip("ab", rates)]
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_two_copies_of_one_policy_seldom_differ(paired):
+    rng = np.random.default_rng(1)
+    verdicts = [audit(episodes(rng, (.8, .8), paired))[0] for _ in range(200)]
+    assert {v.test for v in verdicts} == {"McNemar" if paired else "Fisher"}
+    assert np.mean([v.says == "shown" for v in verdicts]) <= .07
+    if paired: assert np.mean([v.e >= 20 for v in verdicts]) <= .05
+
+
+@pytest.mark.parametrize("p1, p2", [(.5, .6), (.8, .9), (.95, .85)])
+def test_power_is_that_of_theory(p1, p2):
+    "As many episodes as the formula asks for find the difference in 80 % of the trials."
+    n, rng = math.ceil(episodes_needed(p1, p2)), np.random.default_rng(2)
+    found = [fisher(int(a), n, int(b), n) <= .05 for a,b in zip(rng.binomial(n, p1, 2000), rng.binomial(n, p2, 2000))]
+    assert np.mean(found) == pytest.approx(.8, abs=.03)
+    assert episodes_needed(p1, p1+smallest_shown(p1, n)*(-1 if p1 > .5 else 1)) == pytest.approx(n, rel=1e-3)
+
+
+def test_evidence_is_a_fair_bet_at_any_time():
+    "Its mean is 1 at every length where neither is better."
+    for n in (1, 5, 40): assert sum(math.comb(n, b)*e_value(b, n-b) for b in range(n+1))/2**n == pytest.approx(1)
+    assert e_value(10**6, 0) < math.inf
+
+
+def test_episodes_pair_where_they_can(tmp_path):
+    "In another order, one of them more; the difference is that of the pairs."
+    a = pd.DataFrame(dict(task="t", trial=range(40), success=[1]*30+[0]*10))
+    b = pd.DataFrame(dict(task="t", trial=range(39), success=[1]*20+[0]*19)).sample(frac=1, random_state=0)
+    for name,t in dict(a=a, b=b).items(): t.to_csv(tmp_path/f"{name}.csv", index=False)
+    v = against(read_results(f"a={tmp_path/'a.csv'}"), read_results(f"b={tmp_path/'b.csv'}"))
+    assert (v.test, v.n, v.p) == ("McNemar", 39, mcnemar(10, 0)) and v.difference == pytest.approx(10/39)
+
+
+def test_holm_holds_for_the_family():
+    v = audit([of_text(*x) for x in (("a", "80/100"), ("b", "92/100"), ("c", "93/100"))])
+    assert sorted(x.p for x in v)[0]*3 == pytest.approx(min(x.p_holm for x in v)) and all(x.p_holm >= x.p for x in v)
+
+
+def test_a_percentage_is_the_count_that_it_rounds():
+    assert [counted("x", p, n, d) for p,n,d in ((92.5, 200, 1), (93, 120, 0), (0, 7, 1), (100, 7, 1), (91.8, 500, 1))] == [185, 112, 0, 7, 459]
+
+
+@pytest.mark.parametrize("text, says", [
+    ("task,success\na,.5\n", "expected 0 or 1"), ("task,success\na,\n", "expected 0 or 1"), ("task,trial,success\na,0,1\na,0,1\n", "is there twice"),
+    ("task,k,n\na,5,4\n", "5 successes in 4 trials"), ("task,k,n\na,1.5,4\n", "whole numbers"), ("task,k,n\na,nan,4\n", "whole numbers"), ("task,k,n\na,1,2\na,1,2\n", "is there twice"),
+    ("task,mean,n\na,92.5,500\n", "no share of 500 trials"), ("score\n1\n", "expected success"), ("task,success\n", "without episodes"), ("", "No columns"), ("task,k,n\na,0,0\n", "0 successes in 0 trials")])
+def test_records_that_cannot_be_are_refused_in_a_line(tmp_path, text, says, capsys):
+    (tmp_path/"x.csv").write_text(text)
+    assert main(["audit", f"x={tmp_path/'x.csv'}", "y=1/2"]) == 1
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words, says", [("a=1/2", "two results or more"), ("a=1/2 a=1/3", "name of its own"), ("a=nowhere.csv b=1/2", "there is no nowhere.csv"), ("a=1/2 b=92.5%/500", "no share of 500"),
+                                         ("a=1/2 b=2/2 --margin 200", "from 0 to 100"), ("a=1/2 b=2/2 --margn 2", "there is margin")])
+def test_what_is_no_audit_is_refused(words, says, capsys):
+    assert main(["audit", *words.split()]) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("d", [dict(per_task=[1]), dict(per_task=[dict(task_group="a", task_id=0, metrics={})]), dict(per_episode=[dict(seed=0)]), dict(overall={}), []])
+def test_json_of_another_kind_is_refused(tmp_path, d):
+    (tmp_path/"x.json").write_text(json.dumps(d))
+    with pytest.raises(ValueError, match="not as LeRobot writes it|no known kind"): read_results(str(tmp_path/"x.json"))
+
+
+def test_a_million_rows(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in "ab": pd.DataFrame(dict(task=rng.integers(0, 50, 10**6), trial=range(10**6), success=rng.integers(0, 2, 10**6))).to_csv(tmp_path/f"{name}.csv", index=False)
+    v = audit([read_results(f"{name}={tmp_path/name}.csv") for name in "ab"])[0]
+    assert v.n < 10**6 and v.says in ("alike", "shown")
+
+
+def test_names_do_not_become_markup(tmp_path):
+    r = [of_text("<script>|a|_b&c%", "5/10"), of_text("d", "6/10")]
+    assert "<script>" not in markdown(r) and r"\%" in latex(r) and r"\_b\&c" in latex(r) and markdown(r).count("\n") == 3
+    from clvla.command.runs import write_audit
+    html = (write_audit(tmp_path/"out", r, audit(r))/"audit.html").read_text()
+    assert "<script>|a|" not in html
+
+
+def test_the_same_files_give_the_same_text(tmp_path, capsys):
+    (tmp_path/"a.csv").write_text("task,k,n\nleft,18,20\nright,3,20\n")
+    words = ["audit", f"ours={tmp_path/'a.csv'}", "theirs=30/40", "--out", str(tmp_path/"out"), "--json"]
+    said = []
+    for _ in range(2):
+        assert main(words) == 0
+        said.append(capsys.readouterr().out+"".join((tmp_path/f"out/audit.{k}").read_text() for k in ("txt", "md", "tex", "json")))
+    assert said[0] == said[1]
+    found = json.loads(said[0].splitlines()[0])
+    assert found["results"][0]["tasks"] == dict(left=[18, 20], right=[3, 20]) and found["verdicts"][0]["e"] is None
+
+
+def test_by_task_and_the_paragraph_say_what_is_missing():
+    a, b = of_counts("a", "counts", pd.DataFrame(dict(k=[5, 6], n=[10, 10]), index=["left", "right"])), of_counts("b", "counts", pd.DataFrame(dict(k=[5], n=[10]), index=["left"]))
+    assert by_task([a, b]).loc["right", "b"] == "not measured" and "nothing pairs" in paragraph([a, b], audit([a, b]))
