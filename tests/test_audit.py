@@ -1,6 +1,7 @@
 "Anybody's results: numbers against scipy and published examples, false alarms and power by simulation, and records that nobody should believe."
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -103,16 +104,26 @@ def test_records_that_cannot_be_are_refused_in_a_line(tmp_path, text, says, caps
 
 
 @pytest.mark.parametrize("words, says", [("a=1/2", "two results or more"), ("a=1/2 a=1/3", "name of its own"), ("a=nowhere.csv b=1/2", "there is no nowhere.csv"), ("a=1/2 b=92.5%/500", "no share of 500"),
-                                         ("a=1/2 b=2/2 --margin 200", "from 0 to 100"), ("a=1/2 b=2/2 --margn 2", "there is margin")])
+                                         ("a=1/2 b=2/2 --margin 200", "from 0 to 100"), ("a=1/2 b=2/2 --margn 2", "did you mean 'margin'?")])
 def test_what_is_no_audit_is_refused(words, says, capsys):
     assert main(["audit", *words.split()]) == 1
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("d", [dict(per_task=[1]), dict(per_task=[dict(task_group="a", task_id=0, metrics={})]), dict(per_episode=[dict(seed=0)]), dict(overall={}), []])
+def test_vla_evals_own_file():
+    "Written by the collector of vla-eval 0.8.0: its means, its seed, and an episode that ended with an error."
+    said = json.loads((Path(__file__).parent/"vla_eval_080.json").read_text())
+    r = read_results(f"theirs={Path(__file__).parent/'vla_eval_080.json'}")
+    assert r.rate == pytest.approx(said["mean_success"], abs=5e-5) and r.pairs and set(r.episodes.seed) == {7}
+    assert [k/n for k,n in r.counts.itertuples(index=False)] == pytest.approx([t["mean_success"] for t in said["tasks"]], abs=5e-5)
+    assert r.lacks == ["1 of its episodes ended with an error and count as failures"]
+    assert against(r, r).test == "McNemar"
+
+
+@pytest.mark.parametrize("d", [dict(harness_version="1", tasks=[dict(task="a", episodes=[dict(episode_id=0, metrics={})])]), dict(per_task=[1]), dict(per_task=[dict(task_group="a", task_id=0, metrics={})]), dict(per_episode=[dict(seed=0)]), dict(overall={}), []])
 def test_json_of_another_kind_is_refused(tmp_path, d):
     (tmp_path/"x.json").write_text(json.dumps(d))
-    with pytest.raises(ValueError, match="not as LeRobot writes it|no known kind"): read_results(str(tmp_path/"x.json"))
+    with pytest.raises(ValueError, match="not as .* writes it|no known kind"): read_results(str(tmp_path/"x.json"))
 
 
 def test_a_million_rows(tmp_path):
@@ -125,7 +136,7 @@ def test_a_million_rows(tmp_path):
 def test_names_do_not_become_markup(tmp_path):
     r = [of_text("<script>|a|_b&c%", "5/10"), of_text("d", "6/10")]
     assert "<script>" not in markdown(r) and r"\%" in latex(r) and r"\_b\&c" in latex(r) and markdown(r).count("\n") == 3
-    from clvla.command.runs import write_audit
+    from clvla.eval.audit import write_audit
     html = (write_audit(tmp_path/"out", r, audit(r))/"audit.html").read_text()
     assert "<script>|a|" not in html
 

@@ -37,11 +37,10 @@ def usage()->str:
 OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything else on the standard error"),
                page=dict(metavar="FILE", help="execute the page instead, and leave it there"),
                write=dict(action="store_true", help="also write matrix.csv and metrics.csv into the folder"),
-               out=dict(metavar="DIR", help="write text, tables, figure and numbers there"),
                once=dict(action="store_true", help="say how it is now, and end"),
                delete=dict(metavar="NAME", help="remove one of them"))
 HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
-    demo=("json",), audit=("out", "json"), metrics=("write", "json"), watch=("once",), list=("json",), cache=("delete", "json"), doctor=("json",))
+    demo=("json",), metrics=("write", "json"), watch=("once",), list=("json",), cache=("delete", "json"), doctor=("json",))
 
 class Parser(argparse.ArgumentParser):
     "Options of a command; its help also lists the parameters of the page."
@@ -68,6 +67,7 @@ def page_command(
     given = dict(words.given)
     if words.others and command == "eval": given["run_dir"] = words.others[0]
     elif words.others and command == "compare": given["runs"] = ",".join(words.others)
+    elif words.others and command == "audit": given["results"] = " ".join(words.others)
     elif words.others: raise ValueError(f"expected names and values, found {words.others[0]!r}")
     named = [word for name,text in given.items() for word in ("-p", name, text)]
     files = [word for file in words.files for word in ("-f", file)]
@@ -93,7 +93,7 @@ def of_run(command:str, words:Words, o):
 def of_audit(command:str, words:Words, o):
     "Compare anybody's results."
     from clvla.command import runs
-    return runs.audited(words, o.out or "")
+    return runs.audited(words)
 
 def of_metrics(command:str, words:Words, o):
     "Matrix and metrics of a path."

@@ -5,25 +5,20 @@
 # %% auto #0
 __all__ = ['LEARNERS', 'read_files', 'given_by', 'no_others', 'matrix_text', 'metrics_text', 'has_success', 'finite', 'rows_of',
            'facts', 'told', 'begin', 'one_of', 'more_episodes', 'side_by_side', 'comparison_text', 'comparison_facts',
-           'read_table', 'read_matrix', 'matrix_facts', 'measured_at', 'write_tables', 'number', 'audit_facts',
-           'write_audit', 'audited', 'state_text', 'watch']
+           'read_table', 'read_matrix', 'matrix_facts', 'measured_at', 'write_tables', 'audited', 'state_text', 'watch']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
 import csv, json, sys, time
-from dataclasses import asdict
 from pathlib import Path
 import numpy as np
 import pandas as pd
 from ..api import Measured, Result, compare, evaluate, open_run, result_of
 from ..core.progress import bars
-from ..core.files import write_json
-from ..eval.audit import audit, by_task, latex, markdown, paragraph, points, table
+from ..eval.audit import AuditConfig, audit, audit_facts, check_audit, markdown, paragraph, write_audit
 from ..eval.metrics import SuccessMatrix, from_rates, measure, plain
-from ..eval.plots import report_html
-from ..eval.results import read_results
 from ..core.names import closest
 from ..run.all import configs
-from ..run.config import fitted, value_of
+from ..run.config import fitted, make_config
 from ..run.folder import RunFolder
 from ..run.watch import Run
 from .words import Words, defaults_of, page_file
@@ -214,40 +209,14 @@ def write_tables(run:Measured)->list:
     run.metrics.drop(columns="formula").to_csv(files[1], index=False)
     return files
 
-# %% ../../nbs/command/01_runs.ipynb #46d72117
-def number(x):
-    "A value for JSON, which knows neither NaN nor infinity."
-    return None if isinstance(x, float) and not np.isfinite(x) else x
-
-def audit_facts(results:list, verdicts:list)->dict:
-    "What was read, and each comparison, for JSON."
-    tasks = lambda r: {str(t): [int(k), int(n)] for t,(k,n) in r.counts.iterrows()}
-    read = [dict(name=r.name, kind=r.kind, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks) for r in results]
-    return dict(results=read, verdicts=[{k: number(x) for k,x in asdict(v).items()} for v in verdicts])
-
-def write_audit(folder, results:list, verdicts:list)->Path:
-    "Write audit.txt, .md, .tex, .json and .html."
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = paragraph(results, verdicts)
-    for name,content in dict(txt=text, md=markdown(results), tex=latex(results)).items():
-        (folder/f"audit.{name}").write_text(content+"\n", encoding="utf-8")
-    write_json(folder/"audit.json", audit_facts(results, verdicts))
-    parts = {"In words": text, "Success": table(results), "By task": by_task(results).reset_index(names="task"), "Differences": points(verdicts)}
-    report_html(folder/"audit.html", parts, "Audit")
-    return folder
-
 # %% ../../nbs/command/01_runs.ipynb #fe021991
-def audited(words:Words, out:str="")->tuple:
+def audited(words:Words)->tuple:
     "Read results, compare every two; what JSON says, and the text."
-    given = read_files(words.files) | words.given
-    if wrong := [k for k in given if k != "margin"]: raise ValueError(f"there is no parameter {wrong[0]!r}; there is margin")
-    margin = value_of("margin", given.get("margin", 5.), float)
-    if not 0 <= margin <= 100: raise ValueError(f"margin is {margin}, expected points from 0 to 100")
-    results = [read_results(text) for text in words.others]
-    verdicts = audit(results, margin/100)
+    given = read_files(words.files) | (dict(results=words.others) if words.others else {}) | words.given
+    cfg = check_audit(make_config(AuditConfig, given))
+    verdicts = audit(results := cfg.read, cfg.margin/100)
     said = [paragraph(results, verdicts), "", markdown(results)]
-    if out: said.append(f"\nwritten: {write_audit(out, results, verdicts)}")
+    if cfg.out: said.append(f"\nwritten: {write_audit(cfg.out, results, verdicts)}")
     return audit_facts(results, verdicts),"\n".join(said)
 
 # %% ../../nbs/command/01_runs.ipynb #46532e3c

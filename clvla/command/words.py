@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # %% ../../nbs/command/00_words.ipynb #aabaff6f
-PAGES = dict(run="run_cl", practice="run_rl", agents="run_crl", eval="eval_cl", compare="compare")
+PAGES = dict(run="run_cl", practice="run_rl", agents="run_crl", eval="eval_cl", compare="compare", audit="audit")
 
 def places_of(
     name:str # relative to the folder of the pages

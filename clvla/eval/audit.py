@@ -4,19 +4,21 @@
 
 # %% auto #0
 __all__ = ['LATEX', 'z_of', 'paired_interval', 'newcombe', 'fisher', 'e_value', 'episodes_needed', 'smallest_shown', 'Verdict',
-           'together', 'against', 'audit', 'percent', 'sentence', 'table', 'by_task', 'paragraph', 'latex', 'markdown',
-           'points']
+           'together', 'against', 'audit', 'AuditConfig', 'check_audit', 'percent', 'sentence', 'table', 'by_task',
+           'paragraph', 'latex', 'markdown', 'points', 'number', 'audit_facts', 'write_audit']
 
 # %% ../../nbs/eval/12_audit.ipynb #eccdb487
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from math import comb, exp, lgamma, log, pi, sqrt
+from math import comb, exp, isfinite, lgamma, log, pi, sqrt
+from pathlib import Path
 from statistics import NormalDist
 import pandas as pd
 import plotly.graph_objects as go
+from ..core.files import write_json
 from .compare import holm
-from .plots import small
-from .results import Results
+from .plots import report_html, small
+from .results import Results, read_results
 from .stats import mcnemar, wilson
 
 # %% ../../nbs/eval/12_audit.ipynb #247e41f6
@@ -121,6 +123,22 @@ def audit(
     for v in found: v.says = "shown" if v.p_holm <= .05 else "alike" if -margin < v.low and v.high < margin else "too small to tell"
     return found
 
+# %% ../../nbs/eval/12_audit.ipynb #3c954b95
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    "Which results, and what counts as alike."
+    results:str|list = "" # a list, or with spaces: NAME=PATH, NAME=k/n, NAME=P%/n
+    margin:float = 5.     # points: a difference that is certainly smaller counts as alike
+    out:str = ""          # folder for text, tables, figure and numbers; "": none
+
+    @property
+    def read(self)->list: return [read_results(t) for t in (self.results.split() if isinstance(self.results, str) else self.results)]
+
+def check_audit(cfg:AuditConfig)->AuditConfig:
+    "ValueError for a margin that is none."
+    if not 0 <= cfg.margin <= 100: raise ValueError(f"margin is {cfg.margin}, expected points from 0 to 100")
+    return cfg
+
 # %% ../../nbs/eval/12_audit.ipynb #4b913419
 def percent(x:float)->str: return f"{100*x:.1f}"
 
@@ -172,3 +190,26 @@ def points(verdicts:list)->go.Figure:
         fig.add_scatter(x=[100*v.difference], y=[f"{v.a} - {v.b}"], mode="markers", showlegend=False, marker=dict(color="teal" if v.says == "shown" else "grey"),
                         error_x=dict(array=[100*(v.high-v.difference)], arrayminus=[100*(v.difference-v.low)], symmetric=False))
     return small(fig, "Difference in success, points", height=160+50*len(verdicts))
+
+# %% ../../nbs/eval/12_audit.ipynb #c248e17b
+def number(x):
+    "A value for JSON, which knows neither NaN nor infinity."
+    return None if isinstance(x, float) and not isfinite(x) else x
+
+def audit_facts(results:list, verdicts:list)->dict:
+    "What was read, and each comparison, for JSON."
+    tasks = lambda r: {str(t): [int(k), int(n)] for t,(k,n) in r.counts.iterrows()}
+    read = [dict(name=r.name, kind=r.kind, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks) for r in results]
+    return dict(results=read, verdicts=[{k: number(x) for k,x in asdict(v).items()} for v in verdicts])
+
+def write_audit(folder, results:list, verdicts:list)->Path:
+    "Write audit.txt, .md, .tex, .json and .html."
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = paragraph(results, verdicts)
+    for name,content in dict(txt=text, md=markdown(results), tex=latex(results)).items():
+        (folder/f"audit.{name}").write_text(content+"\n", encoding="utf-8")
+    write_json(folder/"audit.json", audit_facts(results, verdicts))
+    parts = {"In words": text, "Success": table(results), "By task": by_task(results).reset_index(names="task"), "Differences": points(verdicts)}
+    report_html(folder/"audit.html", parts, "Audit")
+    return folder
