@@ -49,6 +49,7 @@ def of_episodes(name:str, kind:str, rows:pd.DataFrame)->Results:
                          "give each episode once, or a seed to each repetition")
     counts = rows.groupby("task", sort=False).success.agg(k="sum", n="count")
     lacks = [] if rows.trial.notna().all() else ["it does not say which initial state an episode had, so nothing pairs"]
+    if (seeds := rows.seed.nunique()) > 1: lacks.append(f"its episodes come from {seeds} seeds and are counted as those of one policy")
     return Results(name, kind, counts, rows, lacks)
 
 def of_counts(name:str, kind:str, counts:pd.DataFrame)->Results:
