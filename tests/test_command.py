@@ -14,10 +14,14 @@ import pytest
 
 from clvla.command.main import COMMANDS, HAS, main, parser_of
 from clvla.command.words import PAGES, defaults_of, page_file, parameters_of, read_words
+from clvla.core.files import write_json
 from clvla.crl.config import AgentConfig
+from clvla.envs.all import make_stream
 from clvla.cl.all import algos
 from clvla.run.config import make_config, resolve
+from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
+from clvla.run.watch import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 CLVLA = [sys.executable, "-c", "import sys; from clvla.command.main import main; sys.exit(main())"]   # what the console script does
@@ -135,6 +139,23 @@ def test_anybodys_matrix(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)["metrics"]
     assert found["ASR"]["value"] == pytest.approx((50+75+90)/3) and found["BWT"]["value"] == pytest.approx((-50+25)/2)
     assert found["Forgetting"]["value"] == pytest.approx((50-25)/2)
+
+
+def test_games_that_count_points_show_returns(tmp_path, capsys):
+    "Of a run's own files: a game that knows no success has none, not 0 %."
+    run = RunFolder(tmp_path/"run")
+    run.begin(resolve(AgentConfig(suite="mini_atari_3", run_dir=str(tmp_path/"run"))))
+    write_json(tmp_path/"run/stream.json", dict(stages=["SpaceInvaders"], order=[0], tasks=[dict(id="SpaceInvaders", env=make_stream("mini_atari_3").tasks[0].env)]))
+    episode = dict(stage=0, after="SpaceInvaders", step=None, task="SpaceInvaders", success=False)
+    (tmp_path/"run/episodes.jsonl").write_text("".join(json.dumps(episode | dict(trial=i, reward=r))+"\n" for i,r in enumerate([3., 4.])))
+    assert main(["metrics", str(tmp_path/"run")]) == 0
+    said = capsys.readouterr().out
+    assert "mean return" in said and "3.50" in said and "success" not in said
+    assert main(["metrics", str(tmp_path/"run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["returns"] == [[3.5]]
+    assert main(["watch", str(tmp_path/"run"), "--once"]) == 0 and "3.50" in capsys.readouterr().out
+    (tmp_path/"run/log.jsonl").write_text(json.dumps(dict(task="SpaceInvaders", stage=0, step=3, **{"train/loss": .5}))+"\n")   # an agent's has no rate
+    assert Run.open(tmp_path/"run").position == dict(phase="training", task="SpaceInvaders", stage=0, n_stages=1, done=4, total=run.cfg.steps_per_task, loss=.5)
 
 
 @pytest.mark.parametrize("text, says", [("", "no matrix"), (",a\nb,1\n", "trained 'b'"), (",a,b\na,1\n", "has 1 cells"), (",a\na,x\n", "a share, a percentage"),

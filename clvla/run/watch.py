@@ -108,7 +108,7 @@ def position(self:Run)->dict:
     if record is None or not (self.path/"stream.json").exists(): return self._event or {}
     stream,n_steps = read_json(self.path/"stream.json"),self.folder.cfg.steps_per_task
     if record["task"] == JOINT: n_steps *= len(stream["order"])
-    numbers = dict(loss=record["train/loss"], lr=record["lr"]) if "train/loss" in record else {}
+    numbers = {name: record[k] for name,k in dict(loss="train/loss", lr="lr").items() if k in record}   # an agent's has no lr
     return dict(phase="training", task=record["task"], stage=record["stage"], n_stages=len(stream["stages"]),
                 done=record.get("step", n_steps-1)+1, total=n_steps, **numbers)
 
