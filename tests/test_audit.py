@@ -120,10 +120,19 @@ def test_vla_evals_own_file():
     assert against(r, r).test == "McNemar"
 
 
+def test_episodes_with_seeds_of_lerobot_pair(tmp_path):
+    "What `eval_policy` returns, written as JSON: each episode with the seed of its start."
+    for name,won in dict(a=[1, 1, 0, 1], b=[1, 0, 0, 1]).items():
+        episodes = [dict(episode_ix=i, sum_reward=0., max_reward=0., success=bool(s), seed=1000+i) for i,s in enumerate(won)]
+        (tmp_path/f"{name}.json").write_text(json.dumps(dict(per_episode=episodes, aggregated=dict(pc_success=100*sum(won)/4))))
+    v = against(*(read_results(f"{k}={tmp_path/k}.json") for k in "ab"))
+    assert (v.test, v.n, v.difference) == ("McNemar", 4, .25)
+
+
 @pytest.mark.parametrize("d", [dict(harness_version="1", tasks=[dict(task="a", episodes=[dict(episode_id=0, metrics={})])]), dict(per_task=[1]), dict(per_task=[dict(task_group="a", task_id=0, metrics={})]), dict(per_episode=[dict(seed=0)]), dict(overall={}), []])
 def test_json_of_another_kind_is_refused(tmp_path, d):
     (tmp_path/"x.json").write_text(json.dumps(d))
-    with pytest.raises(ValueError, match="not as .* writes it|no known kind"): read_results(str(tmp_path/"x.json"))
+    with pytest.raises(ValueError, match="not as .* writes it|no known form"): read_results(str(tmp_path/"x.json"))
 
 
 def test_a_million_rows(tmp_path):

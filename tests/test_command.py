@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from clvla.command.main import COMMANDS, HAS, main, parser_of
+from clvla.command.main import COMMANDS, HAS, installed, main, page_command, parser_of
 from clvla.command.words import PAGES, defaults_of, page_file, parameters_of, read_words
 from clvla.core.files import write_json
 from clvla.crl.config import AgentConfig
 from clvla.envs.all import make_stream
+from clvla.eval.audit import AuditConfig
 from clvla.cl.all import algos
 from clvla.run.config import make_config, resolve
 from clvla.run.folder import RunFolder
@@ -64,6 +65,13 @@ def test_every_command_is_in_the_help_and_has_its_own():
     for name in COMMANDS: assert parser_of(name).format_help().startswith(f"usage: clvla {name}")
 
 
+def test_commands_of_single_rooms_are_commands_of_clvla(capsys):
+    assert set(installed()) == {"data", "libero", "weights"}
+    assert main(["data", "nowhere"]) == 1 and capsys.readouterr().err.startswith("clvla-data: refused: ")
+    assert main(["wieghts"]) == 2 and "did you mean 'weights'?" in capsys.readouterr().err
+    assert main(["--help"]) == 0 and "\n  weights " in capsys.readouterr().out
+
+
 def test_json_stands_alone_on_the_standard_output(er):
     path, done = er
     found = json.loads(done.stdout)
@@ -100,7 +108,10 @@ def test_a_file_gives_what_is_not_said(er, home, capsys):
     ("practice --algo clonning --suite dot_2", "did you mean 'cloning'?"), ("agents --algo ppoo --suite dot_2", "did you mean 'ppo'?"),
     ("run -f nowhere.yaml", "protocols/libero_goal.yaml"), ("run mw5", "write --suite mw5"), ("eval", "expected one folder"), ("watch nowhere", "no run folder"),
     ("stop nowhere", "no run folder"), ("metrics nowhere", "no run folder"), ("compare nowhere-*", "no folder matches"), ("list suits", "did you mean 'suites'?"),
-    ("cache --delete nothing", "keeps no 'nothing'"), ("completion fish", "expected bash or zsh"), ("compare --bye algo", "did you mean 'by'?")])
+    ("cache --delete nothing", "keeps no 'nothing'"), ("completion fish", "expected bash or zsh"), ("compare --bye algo", "did you mean 'by'?"),
+    ("metrics nowhere --fast", "no parameter 'fast'"), ("watch nowhere --ever 3", "no parameter 'ever'"), ("stop nowhere --now", "no parameter 'now'"), ("list suites --lng", "no parameter 'lng'"),
+    ("doctor please", "no further word"), ("cache all", "no further word"), ("demo now", "found 'now'"), ("eval a b", "found 'b'"), ("eval a --run_dir b", "given twice"),
+    ("compare a --report x.html", "add --page FILE")])
 def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data"))
@@ -108,6 +119,20 @@ def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeyp
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said and said.startswith(f"clvla {words.split()[0]}: ")
     assert list(tmp_path.iterdir()) == [], "a refusal leaves nothing behind"
+
+
+def test_a_file_that_is_no_list_of_settings(tmp_path, capsys):
+    "What the page refuses, too: a name twice, another form, YAML that is none."
+    for text,says in (("seed: 1\nseed: 2\n", "given twice: seed"), ("- seed\n", "expected lines NAME: VALUE"), ("a: [", "expected lines NAME: VALUE")):
+        (tmp_path/"x.yaml").write_text(text)
+        assert main(["run", "-f", str(tmp_path/"x.yaml")]) == 1 and says in capsys.readouterr().err
+
+
+def test_a_page_gets_the_words_that_have_no_name():
+    "As lists, which its config reads again."
+    line = page_command("audit", read_words(["a=1/2", "b=2/2", "--margin", "3"]), "out.ipynb")
+    given = dict(zip(line[line.index("-p")+1::3], line[line.index("-p")+2::3]))
+    assert make_config(AuditConfig, given).results == ["a=1/2", "b=2/2"] and make_config(AuditConfig, given).margin == 3.
 
 
 def test_a_wrong_command_has_its_own_exit_status(capsys):
@@ -197,8 +222,9 @@ def test_lists(er, home, capsys, monkeypatch):
     monkeypatch.chdir(home)
     (home/"runs").mkdir()
     os.symlink(home/"er", home/"runs/er")
-    assert main(["list", "runs", "--json"]) == 0
-    assert [(r["run"], r["cl"]) for r in json.loads(capsys.readouterr().out)] == [("runs/er", "er")]
+    assert main(["list", "runs", "--json"]) == 0 and main(["list", "runs", "--runs", "nowhere"]) == 0
+    said, none = capsys.readouterr().out.splitlines()
+    assert [(r["run"], r["cl"]) for r in json.loads(said)] == [("runs/er", "er")] and none.startswith("no runs here")
     assert main(["list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["suites"]["mw5"].startswith("5 tasks") and "replay" in found["methods"]["er"].lower() and set(found) == {"suites", "methods", "practice", "agents", "policies"}

@@ -163,7 +163,7 @@ def spoken(path):
 
 
 GENERIC = [p for p in MODULES if p.relative_to(LIBRARY).parts[:2] not in (("envs", "libero"), ("envs", "metaworld"), ("envs", "gym"))
-           and p not in (LIBRARY/"envs/all.py", LIBRARY/"command/main.py")   # `clvla libero` is a command
+           and p != LIBRARY/"envs/all.py"
            and p != LIBRARY/"run/lerobot/commands.py"]   # LeRobot steps environments through gymnasium's classes
 
 

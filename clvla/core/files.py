@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'system_message', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
-           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'sha256', 'reading']
+           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'data_folder', 'sha256', 'reading']
 
 # %% ../../nbs/core/02_files.ipynb #8b73958a
 import errno, hashlib, json, os, platform, re, secrets, shutil, tempfile, time
@@ -151,6 +151,12 @@ def expanded(
     except RuntimeError as e:
         raise ValueError(f"{name} is {str(path)!r}, and this user has no home folder (neither $HOME nor an entry in passwd); set HOME, or "
                          "give another folder: CLVLA_DATA or data_dir for data") from e
+
+def data_folder(
+    folder="" # as a user names it; "": $CLVLA_DATA, or ~/.cache/clvla
+)->Path:
+    "Where demonstrations, frame stores, weights and assets are kept."
+    return expanded(folder or os.environ.get("CLVLA_DATA") or "~/.cache/clvla", "the data folder")
 
 # %% ../../nbs/core/02_files.ipynb #e02b26bb
 def sha256(path)->str:

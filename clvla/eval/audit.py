@@ -154,7 +154,7 @@ def sentence(v:Verdict)->str:
 
 def table(results:list)->pd.DataFrame:
     "Success in percent, with Wilson's 95 % interval, over all tasks."
-    row = lambda r: dict(name=r.name, success=100*r.rate, low=100*float(wilson(r.k, r.n)[0]), high=100*float(wilson(r.k, r.n)[1]), k=r.k, n=r.n, tasks=len(r.counts))
+    row = lambda r: dict(name=r.name, success=100*r.rate, low=100*r.interval[0], high=100*r.interval[1], k=r.k, n=r.n, tasks=len(r.counts))
     return pd.DataFrame([row(r) for r in results])
 
 def by_task(results:list)->pd.DataFrame:
@@ -167,9 +167,10 @@ ABOUT = ("All of this is about the policies that were tried. How other trainings
 
 def paragraph(results:list, verdicts:list)->str:
     "All of it in sentences."
-    said = [f"{r.name} ({r.kind}) succeeded in {r.k} of {r.n} episodes, {percent(r.rate)} % [{percent(float(wilson(r.k, r.n)[0]))}, {percent(float(wilson(r.k, r.n)[1]))}]"
-            + "".join(f"; {x}" for x in r.lacks)+"." for r in results]
-    return "\n".join([*said, *map(sentence, verdicts), ABOUT])
+    def line(r):
+        found = f"{percent(r.rate)} % [{', '.join(map(percent, r.interval))}]"
+        return f"{r.name} ({r.form}) succeeded in {r.k} of {r.n} episodes, {'; '.join([found, *r.lacks])}."
+    return "\n".join([*map(line, results), *map(sentence, verdicts), ABOUT])
 
 # %% ../../nbs/eval/12_audit.ipynb #67b8ba71
 LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -202,7 +203,7 @@ def number(x):
 def audit_facts(results:list, verdicts:list)->dict:
     "What was read, and each comparison, for JSON."
     tasks = lambda r: {str(t): [int(k), int(n)] for t,(k,n) in r.counts.iterrows()}
-    read = [dict(name=r.name, kind=r.kind, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks) for r in results]
+    read = [dict(name=r.name, form=r.form, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks) for r in results]
     return dict(results=read, verdicts=[{k: number(x) for k,x in asdict(v).items()} for v in verdicts])
 
 def write_audit(folder, results:list, verdicts:list)->Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 from ..core.names import closest
 from ..core.records import read_jsonl
-from .stats import final
+from .stats import final, wilson
 
 # %% ../../nbs/eval/11_results.ipynb #b9575543
 COLUMNS = ["task", "trial", "seed", "success"]
@@ -22,7 +22,7 @@ COLUMNS = ["task", "trial", "seed", "success"]
 class Results:
     "What somebody measured."
     name:str
-    kind:str            # what was read, in words
+    form:str            # what was read, in words
     counts:pd.DataFrame # index task; k successes in n trials
     episodes:pd.DataFrame|None = None # of COLUMNS, where episodes are known; trial None: not which initial state
     lacks:list = field(default_factory=list) # what the record does not say
@@ -34,11 +34,13 @@ class Results:
     @property
     def rate(self)->float: return self.k/self.n
     @property
+    def interval(self)->tuple: return tuple(map(float, wilson(self.k, self.n)))   # 95 %, of the rate
+    @property
     def pairs(self)->bool: return self.episodes is not None and bool(self.episodes.trial.notna().all())
 
-def of_episodes(name:str, kind:str, rows:pd.DataFrame)->Results:
+def of_episodes(name:str, form:str, rows:pd.DataFrame)->Results:
     "Results from episodes; ValueError for an episode that is there twice, or a success that is neither 0 nor 1."
-    if not len(rows): raise ValueError(f"{name}: {kind} without episodes")
+    if not len(rows): raise ValueError(f"{name}: {form} without episodes")
     success = pd.to_numeric(rows.success.map(lambda x: {"true": 1, "false": 0}.get(str(x).lower(), x)), errors="coerce")
     if (wrong := ~success.isin([0, 1])).any():
         raise ValueError(f"{name}: success is {rows.success[wrong].iloc[0]!r} in row {int(wrong.argmax())}, expected 0 or 1")
@@ -50,14 +52,14 @@ def of_episodes(name:str, kind:str, rows:pd.DataFrame)->Results:
     counts = rows.groupby("task", sort=False).success.agg(k="sum", n="count")
     lacks = [] if rows.trial.notna().all() else ["it does not say which initial state an episode had, so nothing pairs"]
     if (seeds := rows.seed.nunique()) > 1: lacks.append(f"its episodes come from {seeds} seeds and are counted as those of one policy")
-    return Results(name, kind, counts, rows, lacks)
+    return Results(name, form, counts, rows, lacks)
 
-def of_counts(name:str, kind:str, counts:pd.DataFrame)->Results:
+def of_counts(name:str, form:str, counts:pd.DataFrame)->Results:
     "Results from counts; ValueError for counts that no trials can give."
     for task,(k,n) in counts[["k", "n"]].iterrows():
         if not (k == k and n == n and 0 <= k <= n and n >= 1 and k == int(k) and n == int(n)):
             raise ValueError(f"{name}: {task}: {k} successes in {n} trials, expected whole numbers, 0 to n of n, n from 1")
-    return Results(name, kind, counts[["k", "n"]].astype(int), None, ["it has counts, no episodes, so nothing pairs"])
+    return Results(name, form, counts[["k", "n"]].astype(int), None, ["it has counts, no episodes, so nothing pairs"])
 
 # %% ../../nbs/eval/11_results.ipynb #3d1165d4
 def counted(
@@ -133,14 +135,14 @@ def of_run(name:str, path:Path)->Results:
     return of_episodes(name, "a run of clvla, its last stage", pd.DataFrame(rows, columns=COLUMNS))
 
 def of_json(name:str, path:Path, d)->Results:
-    "Results of a JSON file of one of the known kinds; ValueError for another."
+    "Results of a JSON file of one of the known forms; ValueError for another."
     known = dict(LeRobot=of_lerobot, **{"vla-eval": of_vla_eval})
     for who,read in known.items():
         try: found = read(name, d) if isinstance(d, dict) else None
         except (KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{name}: {path} is not as {who} writes it: {type(e).__name__} {e}") from e
         if found is not None: return found
-    raise ValueError(f"{name}: {path} is JSON of no known kind; known are LeRobot's eval_info.json and vla-eval's aggregate")
+    raise ValueError(f"{name}: {path} is JSON of no known form; known are LeRobot's eval_info.json and vla-eval's aggregate")
 
 def read_results(
     text:str # NAME=WHAT, or WHAT alone: a folder, a file, or two numbers

@@ -16,6 +16,7 @@ from .stop import EXIT_STOPPED, exit_text, oom_kills
 # %% ../../nbs/run/03_launch.ipynb #88dc6db5
 class RunStopped(RuntimeError):
     "A run was asked to stop; the same command continues it."
+    exit_status = EXIT_STOPPED   # of a command that it ends
 
 def launch(
     module:str,   # as in `clvla.run`

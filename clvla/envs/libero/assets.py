@@ -12,7 +12,7 @@ import ctypes.util, fcntl, functools, importlib.metadata, json, logging, os, re,
 from pathlib import Path
 import numpy as np
 from ...core.names import closest
-from ...core.files import expanded, os_error, read_json, sha256, system_message, write_atomic, write_json
+from ...core.files import data_folder, os_error, read_json, sha256, system_message, write_atomic, write_json
 from ..render import GL_LIBS, use_gl
 from .files import KNOWN, MODELS, TOPS, check_whole, digest, fingerprints, layout, states_fingerprint
 from .files import unpack
@@ -23,7 +23,7 @@ INDEX,FORMAT = "assets.json",2
 
 def home()->Path:
     "Where prepared assets lie: `libero` in $CLVLA_DATA, or in ~/.cache/clvla."
-    return expanded(os.environ.get("CLVLA_DATA") or "~/.cache/clvla", "the data folder").absolute()/"libero"
+    return data_folder().absolute()/"libero"
 
 # %% ../../../nbs/envs/libero/03_assets.ipynb #7eb06a50
 VERSIONS = { # distribution: from, below, why
