@@ -162,7 +162,7 @@ def check_machine(
             ("open files", float("inf") if files < 0 else files, "files", 256, 1024, "ulimit -n 4096"),
             (f"disk of the data, {data}", free_gb(data), "GB", 1, 10, "clvla cache, or CLVLA_DATA on another disk"),
             (f"disk of the runs, {runs}", free_gb(runs), "GB", .5, 5, "set run_dir to a folder on another disk")]
-    if Path("/dev/shm").exists(): rows.append(("/dev/shm", free_gb("/dev/shm"), "GB", .06, .5, "docker run --shm-size=2g"))
+    if Path("/dev/shm").exists(): rows.append(("/dev/shm", free_gb("/dev/shm"), "GB", 0, .5, "docker run --shm-size=2g"))
     return [Finding("cores", "ok", str(os.cpu_count())), *(least(*row) for row in rows)]
 
 # %% ../../nbs/command/03_doctor.ipynb #21e3856d
