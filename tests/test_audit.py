@@ -120,6 +120,39 @@ def test_vla_evals_own_file():
     assert against(r, r).test == "McNemar"
 
 
+OFT = Path(__file__).parent/"openvla_oft.txt"
+
+
+def test_openvla_ofts_own_file():
+    "Written by the functions of OpenVLA-OFT's evaluation of LIBERO: an episode that raised, and two tasks with the same words."
+    r = read_results(f"theirs={OFT}")
+    assert (r.k, r.n, r.pairs) == (8, 12, True) and "Overall success rate: 0.6667" in OFT.read_text()
+    assert list(r.counts.index) == ["open the middle drawer of the cabinet", "put the bowl on the stove", "put the bowl on the stove (2)"]
+    assert list(r.counts.k) == [3, 2, 3] and set(r.episodes.trial) == {0, 1, 2, 3}
+    assert r.lacks == ["1 of its episodes ended with an error and count as failures"]
+    assert against(r, r).test == "McNemar"
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda t: t.replace("Success: True\n", "", 1), "expected one whole evaluation"),     # a line was lost
+    (lambda t: t+t, "expected one whole evaluation"),                                     # two evaluations in one file
+    (lambda t: t.replace("# successes: 8 ", "# successes: 9 "), "the file says # successes: 9")])
+def test_a_file_of_openvla_that_does_not_add_up_is_refused(tmp_path, change, says):
+    (tmp_path/"log.txt").write_text(change(OFT.read_text()))
+    with pytest.raises(ValueError, match=says): read_results(f"theirs={tmp_path/'log.txt'}")
+
+
+def test_what_a_file_of_openvla_lacks_is_said(tmp_path):
+    lines = OFT.read_text().splitlines(keepends=True)
+    (tmp_path/"stopped.txt").write_text("".join(lines[:lines.index("# episodes completed so far: 6\n")+2]))
+    r = read_results(str(tmp_path/"stopped.txt"))
+    assert r.n == 6 and any("2 to 4 episodes" in x for x in r.lacks)
+    (tmp_path/"chosen.txt").write_text(OFT.read_text().replace("Using default initial states", "Using initial states from mine.json"))
+    assert not read_results(str(tmp_path/"chosen.txt")).pairs
+    (tmp_path/"console.txt").write_text("".join("INFO:root:"+l if l.strip() and not l.startswith("Task:") else l for l in lines))
+    assert read_results(str(tmp_path/"console.txt")).counts.equals(read_results(str(OFT)).counts)
+
+
 def test_episodes_with_seeds_of_lerobot_pair(tmp_path):
     "What `eval_policy` returns, written as JSON: each episode with the seed of its start."
     for name,won in dict(a=[1, 1, 0, 1], b=[1, 0, 0, 1]).items():
