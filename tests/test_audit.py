@@ -1,6 +1,7 @@
 "Anybody's results: numbers against scipy and published examples, false alarms and power by simulation, and records that nobody should believe."
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -149,8 +150,19 @@ def test_what_a_file_of_openvla_lacks_is_said(tmp_path):
     assert r.n == 6 and any("2 to 4 episodes" in x for x in r.lacks)
     (tmp_path/"chosen.txt").write_text(OFT.read_text().replace("Using default initial states", "Using initial states from mine.json"))
     assert not read_results(str(tmp_path/"chosen.txt")).pairs
-    (tmp_path/"console.txt").write_text("".join("INFO:root:"+l if l.strip() and not l.startswith("Task:") else l for l in lines))
-    assert read_results(str(tmp_path/"console.txt")).counts.equals(read_results(str(OFT)).counts)
+
+
+@pytest.mark.parametrize("front", ["INFO:root:", "2026-01-02 03:04:05,678 [INFO] ", "03:04:05.678 [INFO] root: ", "2026-01-02 03:04:05 - INFO - "])
+@pytest.mark.parametrize("colours", [False, True])
+def test_a_log_in_front_and_in_colours_is_read_alike(tmp_path, front, colours):
+    "As openpi logs: the words of a task begin a line of their own; as AlphaBrain logs: with colours and a sign before True and False."
+    lines = [line if line.startswith("Task: ") else front+line for line in OFT.read_text().splitlines()]
+    if colours:
+        lines = [re.sub(r"^(.*?)(Task:|Starting episode|# successes:) (\d*)", "\\1\x1b[1;38;5;45m\\2\x1b[0m \x1b[1m\\3\x1b[0m", line) for line in lines]
+        lines = [line.replace("Success: True", "Success: \x1b[1m✓ True\x1b[0m").replace("Success: False", "Success: \x1b[1m✗ False\x1b[0m") for line in lines]
+    (tmp_path/"eval.log").write_text("\n".join(lines))
+    plain,other = read_results(str(OFT)),read_results(str(tmp_path/"eval.log"))
+    assert other.counts.equals(plain.counts) and other.episodes.equals(plain.episodes) and other.lacks == plain.lacks
 
 
 def test_episodes_with_seeds_of_lerobot_pair(tmp_path):
