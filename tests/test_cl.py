@@ -374,11 +374,11 @@ def plain_step(p, g, group, state):
     v = (b2*state["exp_avg_sq"] if state else torch.zeros_like(g)).addcmul(g, g, value=1-b2)
     return (p*(1-lr*group["weight_decay"])).addcdiv(m, (v/(1-b2**t)).sqrt()+group["eps"], value=-lr/(1-b1**t))
 
-def several(steps, max_norm=None):
+def several(steps, max_norm=None, kind=torch.optim.AdamW, decay=.1):
     "Tensors of two groups; those of the second group begin one after another."
     model = torch.nn.ParameterDict({f"p{i}": torch.randn(n, generator=torch_rng(0, i)) for i, n in enumerate((50, 1, 7, 400, 33))})
     ps = list(model.values())
-    opt = torch.optim.AdamW([dict(params=ps[:2], lr=1e-2, weight_decay=.1), dict(params=ps[2:], lr=3e-3, weight_decay=0.)], fused=True)
+    opt = kind([dict(params=ps[:2], lr=1e-2, weight_decay=decay), dict(params=ps[2:], lr=3e-3, weight_decay=0.)], fused=True)
     for k in range(steps):
         for i, p in enumerate(ps): p.grad = torch.randn(len(p), generator=torch_rng(1, i, k)) if i < 3 or k >= i-2 else None
         opt.step()
@@ -386,9 +386,9 @@ def several(steps, max_norm=None):
     return ctx, ps, opt, [torch.randn(len(p), generator=torch_rng(2, i)) for i, p in enumerate(ps)]
 
 @pytest.mark.parametrize("steps", [0, 2, 4])
-@pytest.mark.parametrize("max_norm", [None, 1.])
-def test_a_pretended_step_is_each_tensors_own_to_the_bit_and_torchs(steps, max_norm):
-    ctx, ps, opt, gs = several(steps, max_norm); engine = ctx._engine
+@pytest.mark.parametrize("max_norm, kind, decay", [(None, torch.optim.AdamW, .1), (1., torch.optim.AdamW, .1), (1., torch.optim.Adam, 0.)])
+def test_a_pretended_step_is_each_tensors_own_to_the_bit_and_torchs(steps, max_norm, kind, decay):
+    ctx, ps, opt, gs = several(steps, max_norm, kind, decay); engine = ctx._engine
     counts = {float(engine.moments(p)["step"]) if engine.moments(p) else None for p in ps[2:]}
     assert len(counts) == {0: 1, 2: 3, 4: 3}[steps]   # of one group
     ahead = virtual_step(ctx, gs)
@@ -399,6 +399,11 @@ def test_a_pretended_step_is_each_tensors_own_to_the_bit_and_torchs(steps, max_n
     if max_norm: engine.clip(ctx.params())
     opt.step()
     for name, p in ctx.params().items(): assert torch.allclose(ahead[name], p.detach(), atol=1e-6)
+
+@pytest.mark.parametrize("kind, decay", [(torch.optim.Adam, .1), (torch.optim.Adagrad, 0.)])
+def test_a_step_that_nobody_can_pretend_is_refused(kind, decay):
+    ctx, _, _, gs = several(0, None, kind, decay)
+    with pytest.raises(ValueError, match="use one of the two|are known"): virtual_step(ctx, gs)
 
 def test_a_step_in_portions_is_the_same_step(monkeypatch):
     ctx, ps, _, gs = several(3)

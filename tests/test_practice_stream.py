@@ -40,7 +40,7 @@ STREAM = SMALL | dict(stream=True)
 TINY = STREAM | dict(episodes=4, round_episodes=2, evaluate="none", algo_kw=dict(updates=3), save_every=1)
 # what is admitted, each with settings that suit runs of few samples
 MENU = tuple(algos)   # as it was before other files' tests added to it
-ADMITTED = dict(none={}, sequential={}, er={}, mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=5), ewc=dict(n_batches=2), l2={}, si={}, rwalk={}, mas=dict(n_batches=2), agem={},
+ADMITTED = dict(none={}, sequential={}, cumulative={}, er={}, mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=5), ewc=dict(n_batches=2), l2={}, si={}, rwalk={}, mas=dict(n_batches=2), agem={},
                 gem={}, derpp={}, der={}, lwf={}, lfl=dict(freeze_head=False), retain={})
 
 
@@ -207,7 +207,7 @@ def test_each_algorithm_goes_on_inside_the_second_task(done, tmp_path, cl):
 @pytest.mark.parametrize("kw, says", [
     (dict(cl="joint"), "all tasks are then practised together"), (dict(cl="packnet"), "for each task"), (dict(cl="gdumb"), "resets weights"),
     (dict(cl="er+joint"), "cannot go with practice"), (dict(cl="eer"), "did you mean 'er'"), (dict(cl="er", cl_kw=dict(lam=1)), "no setting 'lam'"),
-    (dict(cl="er", batch_size=1), "nothing would be replayed"), (dict(algo="token_td3", algo_kw={}), "beside a frozen policy"),
+    (dict(cl="er", batch_size=1), "nothing would be replayed"), (dict(cl="er", algo="token_ppo", algo_kw={}), "present weights alone"),
     (dict(stream=False, cl="er"), "set stream to True"), (dict(stream=False, cycles=2), "set stream to True"), (dict(tasks=["left"]), "two tasks or more"),
     (dict(cycles=30_000), "more than the 100000 starts"), (dict(cl_kw=dict(lam=1)), "takes no settings")])
 def test_what_cannot_work_is_refused_before_anything_is_made(data, tmp_path, kw, says):

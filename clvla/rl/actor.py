@@ -72,6 +72,8 @@ class Actor(nn.Module):
         check_chunks(self, x, ref)
         return self.mean(x, self.drop(ref, generator) if self.training and self.ref_dropout else ref)
 
+    def answers(self, x:Tensor, ref:Tensor)->Tensor: return self.mean(x, ref).flatten(1)[:,None]   # (B,1,n), to be compared with older ones
+
     def sample(self, x:Tensor, ref:Tensor, noise:Tensor, generator=None)->Tensor:
         "Chunks (B,C,A) for standard normal `noise` of the same shape."
         return self(x, ref, generator) + self.std*noise
@@ -86,8 +88,12 @@ def drop(self:Actor,
     if generator is None:
         raise ValueError(f"an Actor with ref_dropout {self.ref_dropout} needs a generator while it trains; give one, "
                          "call actor.eval() to play, or build it with ref_dropout=0")
-    keep = torch.rand(len(ref), 1, 1, generator=generator) >= self.ref_dropout
-    return torch.where(keep.to(ref.device), ref, 0)
+    return torch.where(self.keep(len(ref), generator).to(ref.device), ref, 0)
+
+@patch
+def keep(self:Actor, n:int, generator)->Tensor:
+    "(n,1,1) bool: which of n references the actor sees."
+    return torch.rand(n, 1, 1, generator=generator) >= self.ref_dropout
 
 # %% ../../nbs/rl/05_actor.ipynb #a05e1c23
 def chunk_logp(

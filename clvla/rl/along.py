@@ -8,6 +8,7 @@ __all__ = ['stages_of', 'make_cl', 'why_not', 'check_along']
 # %% ../../nbs/rl/23_along.ipynb #c2300002
 from ..cl.all import make_algo
 from ..cl.base import CLAlgorithm
+from ..cl.model import why_not as asks_in_vain
 from ..eval.metrics import JOINT
 from .config import cl_parts
 from ..train.learner import Stage
@@ -31,17 +32,18 @@ def make_cl(
     return CLAlgorithm() if cfg.cl == "none" else make_algo(cfg.cl, cfg.seed, **cfg.cl_kw)
 
 def why_not(
-    algo:CLAlgorithm
+    algo:CLAlgorithm,
+    lacks:dict={}  # of the method
 )->str: # "": it can
     "Why an algorithm cannot go with practice."
     cls = type(algo)
-    if algo.scope != "current":
+    if algo.scope == "all":
         return "it trains on data of other tasks, too; leave out stream and cl: all tasks are then practised together"
     if cls.eval_policy is not CLAlgorithm.eval_policy or cls.eval_key is not CLAlgorithm.eval_key:
         return "it changes the policy for each task, and one policy plays the attempts at all of them"
     if cls.prepare is not CLAlgorithm.prepare or algo.new_params:
         return "it chooses, adds or resets weights before each task, and practice goes on with those of its base"
-    return ""
+    return asks_in_vain(algo, lacks)
 
 # %% ../../nbs/rl/23_along.ipynb #c230000b
 def check_along(
@@ -56,11 +58,12 @@ def check_along(
                          "after another; set stream to True, or leave both out")
     if not method.hooks:
         raise ValueError(f"practice along a stream calls the hooks of cl in each update, and {cfg.algo!r} has updates of "
-                         "its own for an actor beside a frozen policy; take algo 'cloning', or practise the tasks together")
+                         "its own, which call none (`hooks` is False); take another algo, or practise the tasks together")
+    if cfg.cl != "none" and method.unheld: raise ValueError(f"cl {cfg.cl!r} cannot hold {cfg.algo!r}: {method.unheld}")
     if len(stream) < 2:
         raise ValueError(f"a stream is two tasks or more, found {stream.ids}; name more of them, as in suite='mw5', or "
                          "leave out stream")
     for name in cl_parts(cfg.cl):
         algo = make_algo(name, cfg.seed, **(cfg.cl_kw if name == cfg.cl else cfg.cl_kw.get(name, {})))
-        if reason := why_not(algo): raise ValueError(f"cl {name!r} cannot go with practice: {reason}")
-    make_cl(cfg).check(cfg.batch_size)
+        if reason := why_not(algo, method.lacks): raise ValueError(f"cl {name!r} cannot go with practice by {cfg.algo!r}: {reason}")
+    make_cl(cfg).check(method.samples(cfg))

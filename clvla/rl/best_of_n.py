@@ -14,6 +14,7 @@ from ..cl.base import check_choice, check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
+from .held import TransitionSource
 from .query_token import codecs
 from .replay import Replay
 from .token_method import TokenMethod
@@ -124,6 +125,8 @@ class BestOfNMethod(TokenMethod):
         self.mc,self.critic_lr,self.hidden,self.members,self.capacity = mc,critic_lr,critic_hidden,members,capacity
 
     def end(self): self.policy.has_learnt.fill_(True)
+    def nets(self)->dict: return dict(critic=self.learner.held)
+    def samples(self, cfg)->int: return self.sample
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700024
 @patch
@@ -135,6 +138,7 @@ def prepare(self:BestOfNMethod, ctx):
     number,chunk = ((), torch.float32),((critic.C, critic.A), torch.float32)
     fields = dict(action=chunk, next_action=chunk, reward=number, mask=number, ret=number)
     self.replay = Replay(self.capacity, dict(x=((critic.X,), torch.float16)), fields, device=ctx.device, seed=self.seed)
+    self.source = TransitionSource(lambda: self.replay, [task.id for task in ctx.tasks], self.seed)
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700015
 @patch
@@ -188,7 +192,7 @@ def take(self:BestOfNMethod, attempts:list):
     ids = [task.id for task in self.ctx.tasks]
     if not len(self.replay):
         self.policy.critic.standardise(torch.cat([a["x"] for a in attempts]))
-        self.learner = CriticLearner(self.policy.critic, self.critic_lr, self.mc)
+        self.learner.begin_anew()
     for a in self.deal(attempts) if self.shuffled else attempts:
         e = a["episode"]
         found = chunk_rows(a["plans"], e.n_steps, e.success, e.ended, self.gamma)
@@ -206,7 +210,7 @@ def deal(self:BestOfNMethod, attempts:list)->list:
 def update(self:BestOfNMethod)->dict:
     "One update of the critic."
     if not len(self.replay): return {}
-    numbers = self.learner.update(self.replay.sample(self.sample, stratified=True))
+    numbers = self.learner.update(self.source.draw(self.sample))
     return {f"rl/{k}": float(v) for k,v in numbers.items()}
 
 @patch

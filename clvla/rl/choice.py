@@ -31,6 +31,8 @@ class ChoiceActor(DrawScore):
         "Log-probabilities (B,N) of draws (B,N,C,A)."
         return self(x, draws).log_softmax(1)
 
+    def answers(self, x:Tensor, draws:Tensor)->Tensor: return self.log_probs(x, draws)[:,None]   # (B,1,N), to be compared with older ones
+
     def log_prob(self, x:Tensor, draws:Tensor, chosen:Tensor)->Tensor:
         "Log-probability (B,) of the chosen draws, numbers (B,)."
         return self.log_probs(x, draws).gather(1, chosen[:,None])[:,0]
@@ -56,7 +58,8 @@ class ChoiceLoss(GRPO):
         logp = logps.gather(1, rows["action"][:,None])[:,0]
         actor_loss,kl_ref = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),kl_to_uniform(logps)
         info = dict(actor_loss=actor_loss, kl_ref=kl_ref, **ratio_metrics(logp, rows["logp_old"], self.clip))
-        return rows["weight"]*(actor_loss+self.beta*kl_ref),{k: v.detach() for k,v in info.items()}
+        compared = dict(pred=logps[:,None]) if self.compares else {}
+        return rows["weight"]*(actor_loss+self.beta*kl_ref),{k: v.detach() for k,v in info.items()} | compared
 
 # %% ../../nbs/rl/29_choice.ipynb #c2500014
 class ChoicePolicy(FrozenPolicy):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, layer_norm
 from ..cl.base import check_count, check_number
 from .actor import check_chunks
+from .held import HeldNet
 from .td3 import polyak_, slow_copy
 from .transitions import transitions
 
@@ -108,22 +109,28 @@ class CriticLearner:
         for name,value in dict(mc=mc, tau=tau).items(): check_number(name, value, 0, 1)
         self.critic,self.targ,self.mc,self.tau = critic,slow_copy(critic),mc,tau
         self.opt = torch.optim.AdamW(critic.parameters(), lr=lr, weight_decay=1e-4, fused=True)
+        self.held = HeldNet(critic, self.terms, self.opt, max_norm=10., guard=self.check_norm)
+
+    def terms(self, rows, noise, time):
+        "(E,B) losses of the members, and their logits."
+        with torch.no_grad():
+            q_next = self.targ.value(rows["next_x"], rows["next_action"])
+            y = critic_target(q_next, rows["reward"], rows["mask"], rows["ret"], self.mc)
+        logits = self.critic(rows["x"], rows["action"])
+        losses = binary_cross_entropy_with_logits(logits, y.expand_as(logits), reduction="none")
+        return losses,dict(logits=logits.detach(), target=y, pred=logits.T[:,None])
 
     def update(self, batch:dict)->dict:
         "One step; numbers of the batch."
-        with torch.no_grad():
-            q_next = self.targ.value(batch["next_x"], batch["next_action"])
-            y = critic_target(q_next, batch["reward"], batch["mask"], batch["ret"], self.mc)
-        logits = self.critic(batch["x"], batch["action"])
-        loss = binary_cross_entropy_with_logits(logits, y.expand_as(logits), reduction="none").mean(1).sum()
-        self.opt.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.critic.parameters(), 10.)
-        if not norm.isfinite(): raise FloatingPointError(
-            f"the critic's loss is {loss.item()}, its gradient's norm {norm.item()}; are all states finite numbers?")
-        self.opt.step()
+        out = self.held.step(batch)
         polyak_(self.targ, self.critic, self.tau)
-        return dict(critic_loss=loss.detach(), q=logits.detach().sigmoid().mean(), target=y.mean())
+        return dict(critic_loss=out["loss"], q=out["logits"].sigmoid().mean(), target=out["target"].mean())
+
+    def check_norm(self, loss, norm)->bool:
+        if norm.isfinite(): return True
+        raise FloatingPointError(f"the critic's loss is {loss.item()}, its gradient's norm {norm.item()}; are all states finite numbers?")
+
+    def begin_anew(self): self.targ = slow_copy(self.critic)   # after `standardise`
 
     def state_dict(self)->dict: return dict(targ=self.targ.state_dict(), opt=self.opt.state_dict())
     def load_state_dict(self, state):

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..cl.base import CLContext, call_hook, check_choice, check_count, check_number
+from ..cl.base import CLContext, call_hook, check_choice, check_count, check_number, scope_ids
 from ..cl.engine import Engine, Loop, cl_step
 from ..core.batch import cat, take, torch_rng
 from ..core.names import ACTION, INDEX, PAD, PROMPT, STATE, TASK_ID
@@ -213,7 +213,9 @@ class Cloning(Method):
 @patch
 def enter(self:Cloning, stage):
     "Make the loader and the context of the hooks."
-    self.loader = CloningLoader(self.data, stage.task_ids, self.seed, self.demo_share, self.k)
+    ctx = self.ctx
+    ids = scope_ids(ctx.cl.scope, ctx.stream.ids, stage.t) if ctx.cfg.stream else stage.task_ids   # "seen": of finished tasks, too
+    self.loader = CloningLoader(self.data, ids, self.seed, self.demo_share, self.k)
     self.stage = CLContext(policy=self.policy, stream=self.ctx.stream, data=self.data, loader=self.loader,
                            seed=self.seed, task_id=stage.name, t=stage.t, n_steps=stage.n_steps)
 

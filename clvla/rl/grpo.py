@@ -79,7 +79,8 @@ class GRPO(OnPolicy):
         actor_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip)
         kl_ref = kl_to_ref(mu, rows["ref"], self.actor.std)
         info = dict(actor_loss=actor_loss, kl_ref=kl_ref, **ratio_metrics(logp, rows["logp_old"], self.clip))
-        return rows["weight"]*(actor_loss + self.beta*kl_ref),{k: v.detach() for k,v in info.items()}
+        compared = dict(pred=mu.flatten(1)[:,None]) if self.compares else {}
+        return rows["weight"]*(actor_loss + self.beta*kl_ref),{k: v.detach() for k,v in info.items()} | compared
 
 # %% ../../nbs/rl/08_grpo.ipynb #80a1b219
 def check_groups(

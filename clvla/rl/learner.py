@@ -121,7 +121,7 @@ def build(self:Practice,
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
     self.demo_actions = {i: store.action for i,store in stores.items()}
     self.method.prepare(PracticeContext(cfg=cfg, tasks=self.stream.tasks, policy=policy, processor=self.processor,
-                                        data=data, device=self.device, stream=self.stream, cl=self.cl,
+                                        data=data, device=self.device, stream=self.stream, cl=self.cl, new_cl=lambda: make_cl(cfg),
                                         part=(self.acc.process_index, self.acc.num_processes)))
     self.load_or_store(checkpoint)
     self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, cfg.eval_algo(),
@@ -301,7 +301,7 @@ def evaluate(self:Practice, t:int, step=None):
 def state_dict(self:Practice)->dict:
     "File -> state."
     ahead = dict(ahead=self.ahead.weights) if self.ahead else {}
-    return dict(algo=self.cl.state_dict(),
+    return dict(algo=self.method.cl_state(self.cl) if self.trains else self.cl.state_dict(),
                 state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict(), **ahead))
 
 @patch
@@ -318,7 +318,7 @@ def load_state_dict(self:Practice, states:dict):
     self.ahead_weights = state.get("ahead")
     if not self.trains: return   # what plays is sent before each round
     if self.step is not None: self.method.enter(self.stages[self.t])
-    self.cl.load_state_dict(states["algo"])
+    self.method.load_cl(self.cl, states["algo"])
     self.method.load_state_dict(state["method"])
 
 @patch

@@ -25,6 +25,7 @@ class PracticeContext:
     stream:object = None   # the tasks in their order
     part:tuple = (0, 1)    # number of this process, and of how many, for a method whose processes learn together
     cl:CLAlgorithm = field(default_factory=CLAlgorithm)   # against forgetting, along a stream; this one does nothing
+    new_cl:object = CLAlgorithm   # makes another one like it, for a method with several networks that learn
 
 # %% ../../nbs/rl/10_method.ipynb #a1000009
 class Method:
@@ -35,6 +36,8 @@ class Method:
     together = False # of several processes all learn, and average their gradients; False: the first one alone
     needs_noise = False # it works with draws of the policy's head
     own_only = False # it learns only from attempts of the very weights that learn
+    lacks = {}     # name of `cl.model.ASKS` -> why an algorithm that asks for it cannot hold this method
+    unheld = ""    # why none can, with these settings
     def __init__(self,
         seed:int=0,     # of the run
         updates:int=1   # after each round
@@ -57,6 +60,9 @@ class Method:
     def acting_state(self)->dict: return stored_weights(self.policy)
     def load_acting(self, state:dict): self.policy.load_state_dict(state, strict=False)
     def docs(self)->dict: return {}
+    def samples(self, cfg)->int: return cfg.batch_size   # in an update
+    def cl_state(self, cl)->dict: return cl.state_dict()
+    def load_cl(self, cl, state:dict): cl.load_state_dict(state)
     def state_dict(self)->dict: return {}
     def load_state_dict(self, state:dict): pass
 

@@ -47,4 +47,5 @@ class PPO(OnPolicy):
         actor_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip)
         v_loss = value_loss(self.value(rows["x"]), rows["ret"], rows["v_old"], self.clip_value)
         info = dict(actor_loss=actor_loss, value_loss=v_loss, **ratio_metrics(logp, rows["logp_old"], self.clip))
-        return actor_loss+self.value_weight*v_loss,{k: x.detach() for k,x in info.items()}
+        compared = dict(pred=self.actor.answers(rows["x"], rows["ref"])) if self.compares else {}
+        return actor_loss+self.value_weight*v_loss,{k: x.detach() for k,x in info.items()} | compared

@@ -7,6 +7,7 @@ __all__ = ['FIRST', 'Queue', 'Replay', 'check_fields', 'check_memory', 'check_va
 
 # %% ../../nbs/rl/02_replay.ipynb #580ded7b
 import math
+from collections import Counter
 import numpy as np
 import torch
 from fastcore.basics import patch
@@ -54,6 +55,8 @@ class Replay:
         self.fields = {name: allocate(*spec) for name,spec in fields.items()}
         self.next = np.full(capacity, -1)           # row of the state reached; -1: no transition starts here
         self.task = np.zeros(capacity, np.int64)    # of the transition that starts here
+        self.episode = np.zeros(capacity, np.int64) # the same, by the order in which episodes came
+        self.n_episodes,self.left = 0,Counter()     # episodes that came; task -> transitions of it that the ring has lost
         self.capacity,self.device = capacity,device
         self.row,self.n_states = 0,0                # row of the next state; states that are there
         self.all,self.by_task = Queue(capacity),{}  # rows in which a transition starts; the same of each task
@@ -151,7 +154,8 @@ def push(self:Replay,
     self._drop(rows)
     self.make_room(self.row+N)
     self._write(rows, states, rows[start], fields)
-    self.next[rows[start]],self.task[rows[start]] = rows[next],task
+    self.next[rows[start]],self.task[rows[start]],self.episode[rows[start]] = rows[next],task,self.n_episodes
+    self.n_episodes += 1
     for queue in self.all,self._queue(task): queue.push(rows[start])
     self.row = (self.row + N)%self.capacity
     self.n_states = min(self.n_states + N, self.capacity)
@@ -165,6 +169,7 @@ def _drop(self:Replay, rows):
     self.all.lo += len(dropped)
     for task,n in zip(*np.unique(self.task[dropped], return_counts=True)):
         self.by_task[int(task)].lo += int(n)
+        self.left[int(task)] += int(n)
         if not len(self.by_task[int(task)]): del self.by_task[int(task)]
 
 @patch
@@ -201,13 +206,21 @@ def _queue(self:Replay, task:int)->Queue:
 def sample(self:Replay,
     B:int,                 # transitions
     stratified:bool=False, # every task that is present equally often
-    out:dict=None          # an earlier batch of this size, to be overwritten; None: new memory
+    out:dict=None,         # an earlier batch of this size, to be overwritten; None: new memory
+    tasks:list|None=None   # with `stratified`: of these tasks alone; None: of all
 )->dict: # state fields, "next_" + state fields, transition fields, task; floats as float32
     "A batch of transitions."
     if not len(self): raise ValueError("the replay is empty; push an episode first, or check len(replay)")
     if B < 1: raise ValueError(f"a batch needs at least one transition, found B={B}")
     if out and len(out["task"]) != B: raise ValueError(f"out is a batch of {len(out['task'])}, {B} are to be drawn")
-    rows = self._stratified(B) if stratified else self.all.draw(B, self.rng)
+    return self.read(self._stratified(B, tasks) if stratified else self.all.draw(B, self.rng), out)
+
+@patch
+def read(self:Replay,
+    rows:np.ndarray, # (B,) rows in which transitions start
+    out:dict=None    # as of `sample`
+)->dict:             # as of `sample`
+    "The transitions of some rows."
     now,then = (torch.from_numpy(i).to(self.device) for i in (rows, self.next[rows]))
     parts = {name: (ring, now) for name,ring in [*self.states.items(), *self.fields.items()]}
     parts |= {f"next_{name}": (ring, then) for name,ring in self.states.items()}
@@ -227,12 +240,28 @@ def read(
 
 # %% ../../nbs/rl/02_replay.ipynb #fd33e517
 @patch
-def _stratified(self:Replay, B:int)->np.ndarray:
+def _stratified(self:Replay, B:int, only:list|None=None)->np.ndarray:
     "Rows of B transitions, task by task."
-    tasks = sorted(self.by_task)
+    tasks = sorted(self.by_task if only is None else {*self.by_task} & {*only})
+    if not tasks: raise ValueError(f"the replay has no transition of the tasks {only}; it has those of {sorted(self.by_task)}")
     n = np.full(len(tasks), B//len(tasks))
     n[self.rng.permutation(len(tasks))[:B%len(tasks)]] += 1
     return np.concatenate([self.by_task[task].draw(k, self.rng) for task,k in zip(tasks, n)])
+
+# %% ../../nbs/rl/02_replay.ipynb #2b926702
+@patch
+def arrived(self:Replay, task:int)->int:
+    "Transitions of a task that came so far, those that were lost among them."
+    return self.left[task]+len(self.by_task.get(task, ()))
+
+@patch
+def row_of(self:Replay, task:int, i:int)->int:
+    "Row of a task's transition number `i`; ValueError when it was lost, or has not come."
+    k,queue = i-self.left[task],self.by_task.get(task)
+    if 0 <= k < len(queue or ()): return int(queue.rows[(queue.lo+k)%len(queue.rows)])
+    if k >= 0: raise ValueError(f"task {task} has {self.arrived(task)} transitions, asked for number {i}")
+    raise ValueError(f"transition {i} of task {task} is remembered, and the replay of {self.capacity} states has lost the first "
+                     f"{self.left[task]} of it; raise capacity")
 
 # %% ../../nbs/rl/02_replay.ipynb #f8ede484
 @patch
@@ -240,6 +269,7 @@ def state_dict(self:Replay)->dict:
     "Everything that the next draw depends on; the tensors are the ring's own."
     n = self.n_states
     return dict(capacity=self.capacity, row=self.row, next=self.next[:n], task=self.task[:n], rng=rng_state(self.rng),
+        episode=self.episode[:n], n_episodes=self.n_episodes, left=sorted(self.left.items()),
         states={name: x[:n] for name,x in self.states.items()}, fields={name: x[:n] for name,x in self.fields.items()})
 
 @patch
@@ -252,8 +282,11 @@ def load_state_dict(self:Replay, state:dict):
         raise ValueError(f"this replay has capacity and fields {own}, the saved one {saved}; use the run's own settings")
     self.make_room(n)
     for name,ring in {**self.states, **self.fields}.items(): ring[:n] = values[name]
-    self.next[:],self.task[:] = -1,0
+    self.next[:],self.task[:],self.episode[:] = -1,0,0
     self.next[:n],self.task[:n] = np.asarray(state["next"]),np.asarray(state["task"])
+    if "episode" in state:   # which older states have not
+        self.episode[:n],self.n_episodes = np.asarray(state["episode"]),int(state["n_episodes"])
+        self.left = Counter({int(task): int(k) for task,k in state["left"]})
     self.row,self.n_states = int(state["row"]),n
     self.all,self.by_task = Queue(self.capacity),{}
     oldest_first = (self.row - n + np.arange(n))%self.capacity

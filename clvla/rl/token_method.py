@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import check_count, check_number
+from ..cl.base import CLContext, call_hook, check_count, check_number, scope_ids
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.seeds import seed_of
 from ..core.names import ACTION, PROMPT, STATE, TASK_ID
 from ..eval.rows import episode_rng
 from .episodes import Episode
+from .held import LACKS
 from .method import Method
 from .query_token import codecs
 from .token import fit_token, unexplained
@@ -42,6 +43,8 @@ def check_token_kw(
 class TokenMethod(Method):
     "A frozen policy, its token, and an actor that learns."
     model = "rl-token"   # its policies' name in the menu
+    hooks = True
+    lacks = LACKS
     tuned = False        # whether the policy itself learns (page 28_tuning)
     def __init__(self,
         seed:int=0,
@@ -70,6 +73,7 @@ class TokenMethod(Method):
         self.actor_chunk = actor_chunk
         self.fitted,self.waiting = False,[]   # whether the encoder has learnt; episodes since the last `begin`
         self.noted = {}                       # numbers for the log of the next update
+        self.algos,self.source,self.ask = {},None,{}   # that hold its networks, by name; the transitions that they see; how
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -105,6 +109,7 @@ class TokenMethod(Method):
         return {"token.json": token_doc(self.policy.config["token"], self.policy.codec,
                                          weights_hash(self.policy.vla) if self.tuned else self.vla)} if learnt else {}
 
+    def nets(self)->dict: return {}   # name -> `HeldNet` or `OnPolicy`: what learns
     def take(self, attempts:list): raise NotImplementedError   # what `states` gives, of each episode
     def acting_state(self)->dict: return super().acting_state()|dict(fitted=torch.tensor([self.fitted], device=self.ctx.device))
     def load_acting(self, state):
@@ -113,6 +118,54 @@ class TokenMethod(Method):
 
     def state_dict(self)->dict: return dict(fitted=self.fitted, noted=self.noted)
     def load_state_dict(self, state): self.fitted,self.noted,self.waiting = state["fitted"],state.get("noted", {}),[]
+
+# %% ../../nbs/rl/13_token_method.ipynb #6758ba03
+@patch
+def enter(self:TokenMethod, stage):
+    "Let the algorithms hold the networks; what is drawn is of the stage's tasks."
+    ctx,nets = self.ctx,self.nets()
+    self.make_algos()
+    if self.source: self.source.begin(scope_ids(ctx.cl.scope, ctx.stream.ids, stage.t) if ctx.cfg.stream else stage.task_ids, stage.t)
+    for name,net in nets.items():
+        n_steps = max(1, stage.n_steps//getattr(net, "every", 1))
+        data = self.source and self.source.seen_by(self.ask.get(name), "outputs" in self.algos[name].asks)
+        held = CLContext(policy=net.model, data=data, stream=ctx.stream, seed=self.seed, task_id=stage.name, t=stage.t, n_steps=n_steps)
+        net.hold(self.algos[name] if ctx.cfg.cl != "none" else None, held)
+
+@patch
+def make_algos(self:TokenMethod):
+    "One algorithm for each network; the first is the run's."
+    if not self.algos: self.algos = {name: self.ctx.new_cl() if i else self.ctx.cl for i,name in enumerate(self.nets())}
+
+@patch
+def start(self:TokenMethod):
+    if self.ctx.cfg.cl == "none": return
+    for name,net in self.nets().items(): call_hook(self.algos[name], "on_task_start", net.ctx)
+
+@patch
+def finish(self:TokenMethod):
+    if self.ctx.cfg.cl == "none": return
+    for name,net in self.nets().items():
+        try: call_hook(self.algos[name], "on_task_end", net.ctx)
+        except RuntimeError as e:
+            if self.repeats > 1: e.add_note("where no attempt is better than the others from its start, nothing is learnt: practise a task at which the base "
+                                            "sometimes succeeds and sometimes fails")
+            raise
+
+@patch
+def cl_state(self:TokenMethod, cl)->dict:
+    "What each network's algorithm remembers, and how far its stage is."
+    if not self.algos or self.ctx.cfg.cl == "none": return {}
+    return {name: dict(algo=self.algos[name].state_dict(), step=net.ctx.step) for name,net in self.nets().items()}
+
+@patch
+def load_cl(self:TokenMethod, cl, state:dict):
+    "Go on from a stored state; a stage that was under way has been entered."
+    if not state: return
+    self.make_algos()
+    for name,net in self.nets().items():
+        self.algos[name].load_state_dict(state[name]["algo"])
+        net.ctx.step = state[name]["step"]
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300017
 @patch

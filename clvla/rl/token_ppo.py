@@ -11,9 +11,11 @@ from ..cl.base import check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device
 from .actor import Value, chunk_logp
 from .grpo import GRPO
+from .held import LACKS
 from .ppo import PPO
 from .token_method import TokenMethod
 from .transitions import transitions
+from ..train.on_policy import OnPolicy
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #c1500006
 def played_chunks(
@@ -38,6 +40,7 @@ def played_chunks(
 class TokenRounds(TokenMethod):
     "A round's attempts are learnt from in that round only."
     together = own_only = True
+    lacks = LACKS | OnPolicy.lacks
     def __init__(self,
         seed:int=0,
         ref_dropout:float=0.,   # share of the samples that train without their reference
@@ -63,6 +66,9 @@ class TokenRounds(TokenMethod):
         super().prepare(ctx)
         self.learner = self.make_learner()
         self.learner.part = ctx.part
+
+    def nets(self)->dict: return dict(actor=self.learner)
+    def samples(self, cfg)->int: return self.kw["minibatch"]
 
     def begin(self):
         explored = self.fitted

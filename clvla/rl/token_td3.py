@@ -13,6 +13,7 @@ from ..cl.base import check_count, check_number
 from ..core.batch import first_weights, to_device
 from ..core.names import PROMPT, STATE, TASK_ID
 from .actor import TwinCritic
+from .held import TransitionSource
 from .replay import Replay
 from .td3 import TD3, td_target
 from .token_method import TokenMethod
@@ -66,9 +67,16 @@ class TokenTD3(TokenMethod):
         # the only reward is 1 at success, which ends the episode
         self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed, **self.td3_kw)
         self.replay = self.make_replay()
+        self.source = TransitionSource(lambda: self.replay, [task.id for task in ctx.tasks], self.seed)
         if not (self.tune_kw["encoder_lr"] or self.tuned): return
         learns = [name for name,p in self.base.named_parameters() if p.requires_grad]
         self.tuner = TokenTuner(self.policy, learns, seed=self.seed, **self.tune_kw)
+
+    def nets(self)->dict: return self.td3.held
+    def samples(self, cfg)->int: return self.sample
+    @property
+    def unheld(self)->str:
+        return "encoder_lr and vla_lr let weights learn that no algorithm holds; leave them out" if self.tuned or self.tune_kw["encoder_lr"] else ""
 
     def make_replay(self)->Replay:
         actor,number = self.policy.actor,((), torch.float32)
@@ -94,7 +102,7 @@ class TokenTD3(TokenMethod):
             if self.tuner is not None: self.attempts.append(a)
 
     def update(self)->dict:
-        numbers = self.td3.update(self.replay.sample(self.sample, stratified=True))
+        numbers = self.td3.update(self.source.draw(self.sample))
         return self.note()|{f"rl/{k}": float(v) for k,v in numbers.items()}
 
     def state_dict(self)->dict:

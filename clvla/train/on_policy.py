@@ -14,6 +14,7 @@ from ..cl.base import CLAlgorithm, CLContext, check_count, check_number
 from ..cl.engine import Engine, Loop, cl_step
 from ..cl.model import Model
 from ..core.batch import take, torch_rng
+from ..core.names import PAD
 
 # %% ../../nbs/train/12_on_policy.ipynb #70a1b208
 def gae(
@@ -109,6 +110,8 @@ class OnPolicy:
         self.generator,self.n_updates,self.rows = torch_rng(seed, "onpolicy"),0,None
         self.hold(None, CLContext(policy=self.model, seed=seed))
 
+    @property
+    def compares(self)->bool: return self.algo is not None and "outputs" in self.algo.asks   # answers of the present and of earlier weights
     def prepare(self, rollout): raise NotImplementedError   # -> (name -> (n,...) rows, metrics)
     def loss(self, rows): raise NotImplementedError         # -> (m,) losses, name -> (m,...) numbers
 
@@ -204,6 +207,7 @@ def update(self:OnPolicy, rollout:dict)->dict:   # metrics, as numbers
     self.model.eval()
     drift = self.check_drift(rollout)
     rows,info = self.prepare(rollout)
+    if self.compares and PAD not in rows: rows |= {PAD: torch.zeros(len(rows["logp_old"]), 1, dtype=torch.bool, device=rows["logp_old"].device)}
     self.rows = rows if self.algo else None
     infos,taken = [],True
     for _ in range(self.epochs):   # a stop leaves out steps and no draw: the next update's order is the same
