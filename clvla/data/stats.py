@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'KINDS', 'STATS_FILE', 'modes', 'ROUNDING', 'FURTHEST', 'NARROW', 'array_stats', 'compute_stats',
-           'most_actions', 'identity_stats', 'check_stats', 'write_stats', 'read_stats', 'recompute_stats', 'rounding',
-           'centre_scale', 'Processor', 'unreached']
+           'most_actions', 'identity_stats', 'check_stats', 'write_stats', 'read_stats', 'recompute_stats', 'differing',
+           'rounding', 'centre_scale', 'Processor', 'unreached']
 
 # %% ../../nbs/data/02_stats.ipynb #34c6d6d4
 from dataclasses import dataclass
@@ -133,12 +133,18 @@ def recompute_stats(
 )->list:   # entries that had been different, as in "action.q99"; empty when the file was right
     "Compute the statistics again, overwrite the file, and return what was wrong in it."
     new = compute_stats(stores)
-    stored = read_json(path) if Path(path).exists() else {}
-    of = lambda d, k: d[k] if isinstance(d, dict) and isinstance(d.get(k), dict) else {}
-    wrong = [f"{k}.{f}" for k in new for f in {**new[k], **of(stored, k)} if of(stored, k).get(f) != new[k].get(f)]
-    if isinstance(stored, dict): wrong += [k for k in stored if k not in new]
+    wrong = differing(read_json(path) if Path(path).exists() else {}, new)
     if wrong: write_stats(path, new)
     return wrong
+
+def differing(
+    stored,  # what a file held
+    new:dict # of `compute_stats`
+)->list:
+    "Entries that are not the same, as in \"action.q99\"."
+    of = lambda d, k: d[k] if isinstance(d, dict) and isinstance(d.get(k), dict) else {}
+    wrong = [f"{k}.{f}" for k in new for f in {**new[k], **of(stored, k)} if of(stored, k).get(f) != new[k].get(f)]
+    return wrong+([k for k in stored if k not in new] if isinstance(stored, dict) else [])
 
 # %% ../../nbs/data/02_stats.ipynb #dc835f36
 modes = Registry("normalisation",
