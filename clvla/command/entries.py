@@ -102,7 +102,7 @@ def label_of(own:dict)->str:
     "A short name for the settings that an entry has of its own."
     short = dict(algo=str, cl=str, seed=lambda v: f"s{v}", suite=stream_name, run_dir=lambda v: Path(str(v)).name)
     words = [short[k](v) if k in short else f"{k}-{v}" for k,v in own.items()]
-    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60].strip("-_.") or "run"
+    return "-".join(re.sub(r"[^\w.+-]+", "_", str(word)).strip("-_.")[:32] for word in words)[:100] or "run"
 
 def given_of(
     sweep:Sweep,
@@ -165,19 +165,30 @@ def check_entries(
     chosen=None # numbers of entries; None: all
 )->dict:        # number -> config
     "ValueError that names each entry which cannot work, before anything starts."
-    found,seen,looked,wrong = {},{},set(),[]
+    found,seen,looked,wrong = {},{},{},{}   # `looked`: what was said of a kind of entries; `wrong`: the same by what was said
     for entry in queue.entries:
         if chosen is not None and entry.number not in chosen: continue
         try:
-            cfg = config_of(queue, entry)
+            cfg = found[entry.number] = config_of(queue, entry)
             if (same := seen.setdefault(key_of(cfg), entry)) is not entry: raise ValueError(f"the same settings as {same}")
-            if (kind := key_of(cfg, ("seed",))) not in looked: check_eval(cfg) if isinstance(cfg, EvalConfig) else checks[cfg.learner](cfg)
-            looked.add(kind)
-            found[entry.number] = cfg
-        except (ValueError, ImportError, OSError) as e: wrong.append(f"{entry}: {e}")
+            kind = key_of(cfg, ("seed",))
+            if kind not in looked: looked[kind] = _look(cfg)
+            if looked[kind]: raise ValueError(looked[kind])
+        except (ValueError, ImportError, OSError) as e: wrong.setdefault(str(e), []).append(entry)
     if not wrong: return found
-    more = f"\nand {len(wrong)-8} more" if len(wrong) > 8 else ""
-    raise ValueError(f"{len(wrong)} of {len(chosen or queue.entries)} entries cannot work, so nothing was started:\n"+"\n".join(wrong[:8])+more)
+    n,lines = sum(map(len, wrong.values())),[f"{_several(entries)}: {text}" for text,entries in wrong.items()]
+    more = f"\nand {len(lines)-8} more" if len(lines) > 8 else ""
+    raise ValueError(f"{n} of {len(chosen or queue.entries)} entries cannot work, so nothing was started:\n"+"\n".join(lines[:8])+more)
+
+def _look(cfg)->str:
+    "What is wrong with a config, as its page says it; \"\" where nothing is."
+    try: check_eval(cfg) if isinstance(cfg, EvalConfig) else checks[cfg.learner](cfg)
+    except (ValueError, ImportError, OSError) as e: return str(e)
+    return ""
+
+def _several(entries:list)->str:
+    "Entries of which the same is to be said."
+    return str(entries[0]) if len(entries) == 1 else f"entries {', '.join(str(e.number) for e in entries)} ({entries[0].name} and others)"
 
 # %% ../../nbs/command/05_entries.ipynb #f13c9cde
 def begin_entry(

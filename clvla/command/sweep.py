@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SweepConfig', 'parted', 'of_page', 'chosen_of', 'queue_of', 'spent', 'like', 'estimate', 'duration', 'progress',
-           'rows_of', 'counts', 'detail', 'table_text', 'by_of', 'comparison_of', 'do_sweep', 'visible_gpus',
-           'status_of', 'check_done', 'swept']
+           'rows_of', 'counts', 'detail', 'table_text', 'by_of', 'by_stream', 'comparisons_of', 'do_sweep',
+           'visible_gpus', 'status_of', 'check_done', 'swept']
 
 # %% ../../nbs/command/06_sweep.ipynb #ab157d5b
 import hashlib, json, os, sys, time
@@ -16,7 +16,7 @@ from ..core.files import read_json
 from ..core.names import closest
 from ..core.plugins import load_plugins
 from ..eval.compare import REPEAT, baseline_of, find_runs, group, label
-from ..run.config import NOT_PARAMETERS, count_gpus, make_config, refuse_twice
+from ..run.config import NOT_PARAMETERS, count_gpus, make_config, refuse_twice, stream_name
 from ..run.launch import RunStopped
 from ..run.engines import Plan, engines
 from ..run.queue import Queue, remember
@@ -203,18 +203,30 @@ def by_of(
     differ = {k for configs in kinds.values() for c in configs for k in c.keys()|configs[0].keys() if k not in REPEAT and c.get(k) != configs[0].get(k)}
     return ["algo", *sorted(differ)]
 
-def comparison_of(
+def by_stream(
+    runs # of `eval.compare.Run`
+)->dict: # name of the stream -> its runs
+    "Runs on other tasks are other tables."
+    streams = {}
+    for r in runs: streams.setdefault(frozenset(r.task_ids), []).append(r)
+    names = [stream_name(rs[0].config.get("suite", "")) or "tasks" for rs in streams.values()]
+    return {name if names.count(name) == 1 else f"{name} {k}": rs for k,(name,rs) in enumerate(zip(names, streams.values()))}
+
+def comparisons_of(
     queue:Queue,
     rows:list
-)->Comparison:
+)->dict: # name of the stream -> `Comparison`
     "Compare what is done; ValueError where it cannot be compared."
     done = {r["entry"] for r in rows if r["state"] == "done"}
-    runs = find_runs([str(results_of(queue, e)) for e in queue.entries if e.number in done])
+    if len(done) < 2: raise ValueError("fewer than two entries are done")
     about = queue.about.get("compare", {})
     if wrong := [k for k in about if k not in ("by", "baseline")]: raise ValueError(f"compare: unknown entry {wrong[0]!r}{closest(wrong[0], ('by', 'baseline'))}")
-    by = about.get("by") or by_of(runs)
-    groups = group(runs, tuple(by.split(",")) if isinstance(by, str) else tuple(by))
-    return Comparison(groups, baseline_of(groups, about.get("baseline", "")))
+    found = {}
+    for name,runs in by_stream(find_runs([str(results_of(queue, e)) for e in queue.entries if e.number in done])).items():
+        by = about.get("by") or by_of(runs)
+        groups = group(runs, tuple(by.split(",")) if isinstance(by, str) else tuple(by))
+        found[name] = Comparison(groups, baseline_of(groups, about.get("baseline", "")))
+    return found
 
 # %% ../../nbs/command/06_sweep.ipynb #3660efed
 def do_sweep(
@@ -270,7 +282,8 @@ def swept(
     if cfg.dry_run: return found,text+"\nnothing was started (dry_run)",0
     if status_of(rows) == 0 and len(rows) == len(queue.entries) > 1:
         try:
-            c = comparison_of(queue, rows)
-            found["comparison"],text = comparison_facts(c),f"{text}\n\n{comparison_text(c)}"
+            for name,c in comparisons_of(queue, rows).items():
+                found.setdefault("comparisons", {})[name] = comparison_facts(c)
+                text += f"\n\n{name}\n{comparison_text(c)}"
         except ValueError as e: text += f"\nnot compared: {e}"
     return found,text,status_of(rows)
