@@ -16,7 +16,7 @@ from ..core.files import read_json
 from ..core.names import closest
 from ..core.plugins import load_plugins
 from ..eval.compare import REPEAT, baseline_of, find_runs, group, label
-from ..run.config import NOT_PARAMETERS, count_gpus, make_config, refuse_twice, stream_name
+from ..run.config import NOT_PARAMETERS, count_gpus, make_config, refuse_twice, stream_name, value_of
 from ..run.launch import RunStopped
 from ..run.engines import Plan, engines
 from ..run.queue import Queue, remember
@@ -54,7 +54,7 @@ def parted(
         if getattr(cfg, k) < least: raise ValueError(f"{k} must be {least} or more, found {getattr(cfg, k)}")
     if not cfg.file and not cfg.grid: raise ValueError("expected the file of a sweep, or a grid as in --grid 'algo=er,mir;seed=0..9'; see clvla sweep --help")
     said = {k: v for k,v in given.items() if k not in own}
-    load_plugins(said.get("plugins", ()) if not isinstance(said.get("plugins"), str) else ())
+    load_plugins(value_of("plugins", said.get("plugins", []), list))   # they may bring an engine
     if cfg.engine not in engines: engines[cfg.engine]   # a wrong name is refused; asking for a right one would import it
     return cfg,said
 

@@ -54,13 +54,16 @@ class Claims:
 
     def read(self, n:int)->dict:
         "Who made a claim; {} while that is being written, or when its process was killed just then."
-        try: return read_json(self.path(n))
+        try: facts = read_json(self.path(n))
         except (OSError, ValueError): return {}
+        return facts if isinstance(facts, dict) else {}
 
     def end(self, n:int)->dict|None:
         "What came of a claim; None while it is held."
-        try: return read_json(self.path(n, "end"))
+        try: found = read_json(self.path(n, "end"))
         except OSError: return None
+        except ValueError: found = None   # damaged: what was done lies in the run's folder
+        return found if isinstance(found, dict) and "state" in found else dict(state="stopped", lost=True)
 
     def write_end(self, n:int, **outcome): write_json(self.path(n, "end"), this_process()|dict(time=time.time())|outcome)
 
