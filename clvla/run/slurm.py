@@ -77,10 +77,7 @@ def job_of(queue)->str:
     "Number of the job that was submitted for a sweep and is not over; \"\" where there is none."
     path = queue.folder/"slurm"/"job.json"
     job = str(read_json(path)["job"]) if path.is_file() else ""
-    try: return job if job and slurm_says("squeue", "-h", "-j", job, "-o", "%T") else ""
-    except RuntimeError as e:
-        if "Invalid job id" in str(e): return ""   # over for so long that SLURM has forgotten it
-        raise
+    return job if job and job in slurm_says("squeue", "-h", "-o", "%F").split() else ""
 
 def submit(queue, numbers:list, plan:Plan)->str:
     "Write the script and hand it to sbatch; the job's number."
