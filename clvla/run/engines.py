@@ -23,7 +23,7 @@ class Plan:
     on_end:object = None      # called with an entry and its end
     show:object = None        # called about once a second meanwhile
 
-engines = Registry("engine", local="clvla.run.engines:local", slurm="clvla.run.slurm:slurm")
+engines = Registry("engine", local="clvla.run.engines:local", slurm="clvla.run.slurm:slurm", ray="clvla.command.over_ray:over_ray")
 
 def check_settings(
     engine:str, # a key of `engines`
