@@ -219,6 +219,17 @@ def test_a_heartbeat_keeps_an_entry_and_silence_gives_it_away(tmp_path):
     assert not Watcher(patience=.4).is_gone(claims, 1), "whoever has just come has to wait too"
 
 
+def test_a_holder_that_beats_slowly_is_waited_for(tmp_path):
+    "Its own command said a longer patience than this one."
+    claims, watcher = Claims(tmp_path), Watcher(patience=.1)
+    write_json(claims.path(1), dict(host="far", pid=1, machine="far", began="1", every=.3))
+    watcher.is_gone(claims, 1)
+    time.sleep(.4)
+    assert not watcher.is_gone(claims, 1)
+    time.sleep(1)
+    assert watcher.is_gone(claims, 1)
+
+
 @pytest.mark.parametrize("facts, gone", [(dict(), False), (dict(began="1"), True), (dict(pid=2**22+5), True), (dict(machine="other", began="1"), False)],
                          ids=["here and alive", "its number was given again", "ended", "elsewhere"])
 def test_processes_of_this_machine_are_looked_for(facts, gone, tmp_path):
@@ -267,11 +278,11 @@ def test_ends_of_entries(tmp_path, monkeypatch):
 def test_whoever_has_lost_its_claim_kills_its_run(tmp_path, monkeypatch):
     "A worker that slept too long wakes up: another one has the entry, and this one writes no end."
     begin = child(monkeypatch, "import time; time.sleep(60)")
-    queue = queue_in(tmp_path, 1)
+    queue = queue_in(tmp_path, 1, patience=.6)
     entry, n, _ = take_next(queue)
     threading.Timer(.6, lambda: queue.claims(entry).take(n+1)).start()
     t0 = time.monotonic()
-    assert do_entry(queue, entry, n, begin, StopFlag(), every=.1) == dict(state="lost") and time.monotonic()-t0 < 20
+    assert do_entry(queue, entry, n, begin, StopFlag()) == dict(state="lost") and time.monotonic()-t0 < 20
     assert queue.claims(entry).end(n) is None and state_of(queue, entry).state == "running"
 
 

@@ -80,9 +80,10 @@ class Held:
 
     def beat(self):
         "Show that the holder lives, and look whether it still is the holder."
-        try: self.claims.path(self.n, "beat").write_text(secrets.token_hex(8))
-        except OSError: pass   # a full disk: the others wait as long as for a machine that is slow, and the next beat may pass
-        self.lost = self.lost or self.claims.newest > self.n
+        try:
+            self.claims.path(self.n, "beat").write_text(secrets.token_hex(8))
+            self.lost = self.lost or self.claims.newest > self.n
+        except OSError: pass   # a full disk, or a network's that is away for a moment: the next beat may pass
 
     def _run(self):
         self.beat()
@@ -112,4 +113,5 @@ class Watcher:
         except OSError: beat = ""
         now,key = time.monotonic(),str(claims.path(n))
         if self.seen.get(key, (None,))[0] != beat: self.seen[key] = beat,now
-        return now-self.seen[key][1] > self.patience
+        every = facts.get("every", 0.)   # between two beats of that holder, whose own command may say another patience
+        return now-self.seen[key][1] > max(self.patience, 4*every)

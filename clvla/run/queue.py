@@ -53,7 +53,7 @@ class Queue:
         about=None            # what else sweep.json shall hold
     ):
         self.folder,self.entries,self.watcher = Path(folder).resolve(),list(entries),Watcher(patience)
-        self.about = about or {}
+        self.about,self.every = about or {},min(5., patience/6)   # seconds between two heartbeats of this process
         self.passed = set()   # stopped or failed claims that were there before
         self._lock,self.beginning = threading.Lock(),threading.Lock()   # of its workers: one looks, one begins at a time
 
@@ -139,7 +139,7 @@ def take_next(
     for entry in queue.entries:
         if chosen is not None and entry.number not in chosen: continue
         with queue._lock: s = state_of(queue, entry)
-        if may_take(queue, s, again) and queue.claims(entry).take(s.claim+1): return entry,s.claim+1,False
+        if may_take(queue, s, again) and queue.claims(entry).take(s.claim+1, every=queue.every): return entry,s.claim+1,False
         others = others or s.state in ("running", "todo", "stopped") and (s.state == "running" or may_take(queue, s, again))
     return None,None,others
 
@@ -192,13 +192,12 @@ def do_entry(
     n:int,      # the claim
     begin,      # called with queue and entry: what is checked and written before; words behind `python -m clvla.run`, seconds that a stop may take
     stop,       # a `StopFlag`
-    variables=None, # further environment variables of the run
-    every:float=5.  # seconds between two heartbeats
+    variables=None  # further environment variables of the run
 )->dict:        # its end
     "Do an entry that was claimed, and write what came of it."
     claims,kills = queue.claims(entry),oom_kills()
     console = claims.path(n, "txt") if entry.experiment.startswith("eval") else queue.run_dir(entry)/"console.txt"
-    with Held(claims, n, every) as held:
+    with Held(claims, n, queue.every) as held:
         wait_until_free(queue.run_dir(entry), stop, held)
         if held.lost: return dict(state="lost")
         if stop.requested: end = dict(state="stopped", asked=True)
@@ -226,11 +225,10 @@ def work(
     poll:float=1.   # seconds between two looks at what others have
 ):
     "Do one entry after another until none is left."
-    every = min(5., queue.watcher.patience/6)
     while not stop.requested:
         entry,n,others = take_next(queue, chosen, again)
         if entry is None and not others: return
         if entry is None: time.sleep(min(poll, queue.watcher.patience/2))
         else:
-            end = do_entry(queue, entry, n, begin, stop, variables, every)
+            end = do_entry(queue, entry, n, begin, stop, variables)
             if on_end: on_end(entry, end)
