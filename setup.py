@@ -18,7 +18,7 @@ class WithPages(build_py):
         if self.editable_mode: return   # it finds them in nbs/
         pages = Path(self.build_lib)/c["lib_name"]/"pages"
         pages.mkdir(parents=True, exist_ok=True)
-        for name in ("run_cl", "run_rl", "run_crl", "eval_cl", "compare", "audit"): copy2(f"{c['nbs_path']}/{name}.ipynb", pages)
+        for name in ("run_cl", "run_rl", "run_crl", "eval_cl", "compare", "audit", "sweep"): copy2(f"{c['nbs_path']}/{name}.ipynb", pages)
         copytree(f"{c['nbs_path']}/protocols", pages/"protocols", dirs_exist_ok=True)
 
 

@@ -74,6 +74,9 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_configure(config): config.addinivalue_line("markers", "slurm: needs SLURM's daemons on this machine (tests/slurm_nodes.py)")
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("clvla")
     group.addoption("--all", dest="slow", action="store_const", const=True, help="the tests of tests/slow.txt too; so it is where a file of tests is named")

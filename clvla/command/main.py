@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'OPTIONS', 'HAS', 'DEMO', 'BASH', 'DOES', 'WORDS', 'installed', 'usage', 'Parser', 'parser_of',
-           'page_command', 'of_run', 'of_audit', 'of_metrics', 'of_state', 'of_lists', 'of_machine', 'of_completion',
-           'check_words', 'call', 'no_reader', 'main']
+           'page_command', 'of_run', 'of_sweep', 'of_audit', 'of_metrics', 'of_state', 'of_lists', 'of_machine',
+           'of_completion', 'check_words', 'call', 'no_reader', 'main']
 
 # %% ../../nbs/command/04_main.ipynb #332e6b87
 import argparse, contextlib, importlib.metadata, json, os, sys
@@ -19,6 +19,7 @@ COMMANDS = dict(
     demo="a first success matrix: five tasks with replay, a minute and a half",
     run="train along a stream by imitation, and evaluate", practice="let a policy practise by itself",
     agents="let agents learn by reward", eval="play more episodes with the checkpoints of a run: RUN",
+    sweep="many runs, on one machine or on several: FILE, or --grid",
     compare="put runs side by side: RUN ...",
     audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...", metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
     watch="follow a run until it ends: RUN", stop="ask a run to save and end: RUN",
@@ -92,6 +93,12 @@ def of_run(command:str, words:Words, o):
     return runs.facts(r),runs.told(r)
 
 # %% ../../nbs/command/04_main.ipynb #58d73eee
+def of_sweep(command:str, words:Words, o):
+    "Do many runs."
+    from clvla.command import runs, sweep
+    found,text,status = sweep.swept(runs.read_files(words.files) | words.of("sweep"))
+    return found | dict(exit_status=status),text
+
 def of_audit(command:str, words:Words, o):
     "Compare anybody's results."
     from clvla.command import runs
@@ -157,7 +164,7 @@ def of_completion(command:str, words:Words, o):
     return {}," ".join(f"--{name}" for name in own)
 
 # %% ../../nbs/command/04_main.ipynb #1dc4456c
-DOES = dict(audit=of_audit, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
+DOES = dict(sweep=of_sweep, audit=of_audit, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
             doctor=of_machine, completion=of_completion)   # what is not here is `of_run`
 
 WORDS = {"--help": usage, "-h": usage, "help": usage, "--version": lambda: f"clvla {importlib.metadata.version('clvla')}"}
@@ -183,6 +190,7 @@ def call(command:str, argv:list)->int:
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         found,text = DOES.get(command, of_run)(command, words, o)
     if text or as_json: print(json.dumps(found) if as_json else text)
+    if command == "sweep": return found["exit_status"]
     return int(command == "doctor" and any(f["state"] == "problem" for f in found))
 
 def no_reader()->int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # %% ../../nbs/command/00_words.ipynb #aabaff6f
-PAGES = dict(run="run_cl", practice="run_rl", agents="run_crl", eval="eval_cl", compare="compare", audit="audit")
+PAGES = dict(run="run_cl", practice="run_rl", agents="run_crl", eval="eval_cl", compare="compare", audit="audit", sweep="sweep")
 
 def places_of(
     name:str # relative to the folder of the pages
@@ -58,7 +58,7 @@ def parameters_of(
 SHORT = ("-p", "-r", "--parameters", "--parameters_raw")   # NAME VALUE, as papermill has them
 FILE = ("-f", "--parameters_file")                         # FILE
 
-BARE = dict(eval="run_dir", compare="runs", audit="results")   # command -> the parameter that words without a name give
+BARE = dict(eval="run_dir", compare="runs", audit="results", sweep="file")   # command -> the parameter that words without a name give
 
 @dataclass
 class Words:
@@ -71,11 +71,12 @@ class Words:
         "The parameters, those without a name among them; ValueError for a word that a command has no place for."
         if not self.others: return dict(self.given)
         name = BARE.get(command)
-        if name is None or name == "run_dir" and len(self.others) > 1:
+        single = name in ("run_dir", "file")
+        if name is None or single and len(self.others) > 1:
             word = self.others[0 if name is None else 1]
             raise ValueError(f"expected names and values, found {word!r}; write --suite {word}, or see clvla {command} --help")
         if name in self.given: raise ValueError(f"{name} is given twice: {self.given[name]!r}, and {' '.join(self.others)}")
-        return self.given | {name: self.others[0] if name == "run_dir" else list(self.others)}
+        return self.given | {name: self.others[0] if single else list(self.others)}
 
     def add(self, name:str, text:str):
         name = name.replace("-", "_")

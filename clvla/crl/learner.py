@@ -21,6 +21,7 @@ from .background import Aside
 from .config import AgentConfig, experiment_of, resolve_agent
 from .curves import Curves, from_episodes
 from .experiment import PAIR, Spaces
+from .store import check_disk
 from ..data.streams import stream_json
 from ..envs.all import kind_of
 from ..eval.compare import Run, read_run
@@ -51,6 +52,7 @@ def check_agent(
     spaces = replace(spaces, state=spaces.state+told)
     check_actions(cfg, agent, spaces)
     agent.check(exp, spaces)
+    if getattr(agent, "file", False): check_disk(Path(cfg.run_dir)/"replay", agent.frames, spaces)
     cl = make_cl(cfg.cl, cfg.seed, **cfg.cl_kw)
     cl.bind(agent)
     cl.check(runner)

@@ -16,12 +16,15 @@ from .stop import EXIT_STOPPED, exit_text, oom_kills
 def start(
     run_dir,            # folder of a run that was begun
     detached=False,     # the run outlives this process
-    module="clvla.run"  # what runs, with the folder as its argument
+    module="clvla.run", # what runs, with the folder as its argument
+    args=(),            # its further arguments
+    console=None,       # file for its output; None: console.txt in the folder
+    variables=None      # further ones of its environment
 ):                      # its process, a `subprocess.Popen`
     "Start a run without following it; its output goes to console.txt."
-    variables = dict(CLVLA_FOLLOWED="1") if detached else dict(CLVLA_PARENT=str(os.getpid()))
-    with open(Path(run_dir)/"console.txt", "a") as console:
-        child = subprocess.Popen([sys.executable, "-m", module, str(run_dir)], env=child_env(**variables),
+    ours = dict(CLVLA_FOLLOWED="1") if detached else dict(CLVLA_PARENT=str(os.getpid()))
+    with open(console or Path(run_dir)/"console.txt", "a") as console:
+        child = subprocess.Popen([sys.executable, "-m", module, str(run_dir), *args], env=child_env(**ours, **variables or {}),
                                  stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
                                  start_new_session=True)
         event = dict(phase="started", pid=child.pid, host=platform.node(), module=module, time=time.time(),

@@ -1,0 +1,65 @@
+"A sweep on the nodes of a Ray cluster: one gets SIGKILL in the middle of a run, and every run is as it is alone."
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clvla.run.queue import Queue
+from clvla.run.resume import fingerprint
+
+pytest.importorskip("ray", reason="needs the extra: pip install 'clvla[ray]'")
+CLVLA = [sys.executable, "-c", "import sys; from clvla.command.main import main; sys.exit(main())"]
+SHARED = dict(suite="dot_2", n_demos=2, steps_per_task=32, n_trials=1, threads=1, n_workers=1, cl="er")
+
+# In a process of its own: Ray keeps threads and a global connection. 127.0.0.2 to 127.0.0.4 are this machine's loopback.
+CODE = """
+import os, sys, threading, time
+from pathlib import Path
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+import ray
+from ray.cluster_utils import Cluster
+size = dict(object_store_memory=100_000_000)
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False, node_ip_address="127.0.0.2", **size))
+node = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3", **size)
+ray.init(address=cluster.address, _node_ip_address="127.0.0.2", logging_level="ERROR", log_to_driver=False)
+
+def lose():
+    saved = lambda k: any(Path(f"runs/s/00{k}-s{k}/checkpoints").glob("*"))
+    while not (saved(0) and saved(1)): time.sleep(.1)
+    cluster.remove_node(node, allow_graceful=False)
+    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.4", **size)
+threading.Thread(target=lose, daemon=True).start()
+from clvla.command.main import main
+sys.exit(main(["sweep", "s.yaml", "--engine", "ray", "--engine_kw", "{'cpus': 1}", "--json"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory, shared_data):
+    folder = tmp_path_factory.mktemp("ray")
+    (folder/"s.yaml").write_text(json.dumps(dict(shared=SHARED | dict(data_dir=str(shared_data), save_every=4), grid=dict(seed="0..2"))))
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]))
+    return folder, subprocess.run([sys.executable, "-c", CODE], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+
+
+def test_all_are_done_and_nothing_ran_twice_to_its_end(swept):
+    "The entry of the lost node has a claim without an end, and one that is done."
+    folder, done = swept
+    assert done.returncode == 0, done.stdout[-2000:]+done.stderr[-3000:]
+    assert [r["state"] for r in json.loads(done.stdout.strip().splitlines()[-1])["entries"]] == ["done"]*3
+    queue = Queue.open(folder/"runs/s")
+    ends = [[(queue.claims(e).end(n) or {}).get("state") for n in range(1, queue.claims(e).newest+1)] for e in queue.entries]
+    assert sorted(ends, key=str) == [["done"], ["done"], [None, "done"]], ends
+
+
+def test_the_lost_one_is_its_twin_alone(swept, shared_data):
+    folder, _ = swept
+    queue = Queue.open(folder/"runs/s")
+    lost = next(e.number for e in queue.entries if queue.claims(e).newest == 2)
+    words = [w for k,v in (SHARED | dict(data_dir=str(shared_data))).items() for w in (f"--{k}", str(v))]
+    done = subprocess.run([*CLVLA, "run", *words, "--seed", str(lost), "--run_dir", str(folder/"twin")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert fingerprint(folder/"twin") == fingerprint(queue.run_dir(queue.entries[lost]))
