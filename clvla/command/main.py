@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'OPTIONS', 'HAS', 'DEMO', 'BASH', 'DOES', 'WORDS', 'installed', 'usage', 'Parser', 'parser_of',
-           'page_command', 'of_run', 'of_sweep', 'of_audit', 'of_metrics', 'of_state', 'of_lists', 'of_machine',
-           'of_completion', 'check_words', 'call', 'no_reader', 'main']
+           'page_command', 'of_run', 'of_sweep', 'of_audit', 'of_stream', 'of_stats', 'of_metrics', 'of_state',
+           'of_lists', 'of_machine', 'of_completion', 'check_words', 'call', 'no_reader', 'main']
 
 # %% ../../nbs/command/04_main.ipynb #332e6b87
 import argparse, contextlib, importlib.metadata, json, os, sys
@@ -21,7 +21,9 @@ COMMANDS = dict(
     agents="let agents learn by reward", eval="play more episodes with the checkpoints of a run: RUN",
     sweep="many runs, on one machine or on several: FILE, or --grid",
     compare="put runs side by side: RUN ...",
+    **{"audit-stream": "what a policy reaches on a stream without eyes, words or feedback: SUITE"},
     audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...", metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
+    stats="whether dataset_statistics.json is what the frames say: DATASET",
     watch="follow a run until it ends: RUN", stop="ask a run to save and end: RUN",
     list="what there is to choose from, or which runs there are: [suites | methods | practice | agents | policies | runs]",
     cache="what lies in the folder of the data", doctor="what of this machine a run needs, and what to do where it is not there",
@@ -44,12 +46,18 @@ def usage()->str:
 OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything else on the standard error"),
                page=dict(metavar="FILE", help="execute the page instead, and leave it there"),
                write=dict(action="store_true", help="also write matrix.csv and metrics.csv into the folder"),
+               repair=dict(action="store_true", help="write the file as the frames say"),
+               seeds=dict(metavar="N", type=int, default=1, help="of each run (default 1)"),
+               parallel=dict(metavar="N", type=int, default=1, help="runs at the same time (default 1)"),
+               dry=dict(action="store_true", help="say what will be done, and end"),
+               folder=dict(metavar="DIR", default="", help="for the runs and the answers; else runs/validity-SUITE"),
                once=dict(action="store_true", help="say how it is now, and end"),
                delete=dict(metavar="NAME", help="remove one of them"),
                data_dir=dict(metavar="DIR", default="", help="of the data; else $CLVLA_DATA, or ~/.cache/clvla"),
                runs=dict(metavar="DIR", default="runs", help="folder of the runs"))
 HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
-    demo=("json",), metrics=("write", "json"), watch=("once",), list=("runs", "json"),
+    demo=("json",), metrics=("write", "json"), stats=("repair", "json"),
+    **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), list=("runs", "json"),
     cache=("data_dir", "delete", "json"), doctor=("data_dir", "runs", "json"))
 
 class Parser(argparse.ArgumentParser):
@@ -103,6 +111,18 @@ def of_audit(command:str, words:Words, o):
     "Compare anybody's results."
     from clvla.command import runs
     return runs.audited(words)
+
+def of_stream(command:str, words:Words, o):
+    "Ask a stream what it needs."
+    from clvla.command import runs
+    suite = runs.one_of(words, command)
+    return runs.asked(suite, runs.read_files(words.files)|words.given, o)
+
+def of_stats(command:str, words:Words, o):
+    "Hold a file of statistics against the frames."
+    from clvla.command import runs, stats
+    found = stats.look_at(runs.one_of(words, command), o.repair)
+    return found,stats.told(found)
 
 def of_metrics(command:str, words:Words, o):
     "Matrix and metrics of a path."
@@ -164,14 +184,14 @@ def of_completion(command:str, words:Words, o):
     return {}," ".join(f"--{name}" for name in own)
 
 # %% ../../nbs/command/04_main.ipynb #1dc4456c
-DOES = dict(sweep=of_sweep, audit=of_audit, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
+DOES = dict(sweep=of_sweep, audit=of_audit, stats=of_stats, **{"audit-stream": of_stream}, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
             doctor=of_machine, completion=of_completion)   # what is not here is `of_run`
 
 WORDS = {"--help": usage, "-h": usage, "help": usage, "--version": lambda: f"clvla {importlib.metadata.version('clvla')}"}
 
 def check_words(command:str, words:Words):
     "ValueError for words that a command without a page has no place for."
-    if command in PAGES or command == "demo": return
+    if command in (*PAGES, "demo", "audit-stream"): return
     if words.given or words.files:
         raise ValueError(f"there is no parameter {next(iter(words.given), '-f')!r}; see clvla {command} --help")
     if words.others and command in ("cache", "doctor"):
@@ -191,6 +211,7 @@ def call(command:str, argv:list)->int:
         found,text = DOES.get(command, of_run)(command, words, o)
     if text or as_json: print(json.dumps(found) if as_json else text)
     if command == "sweep": return found["exit_status"]
+    if command == "stats": return int(found["state"] in ("differs", "missing"))
     return int(command == "doctor" and any(f["state"] == "problem" for f in found))
 
 def no_reader()->int:

@@ -6,7 +6,7 @@
 __all__ = ['LEARNERS', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached', 'finite',
            'rows_of', 'facts', 'shown', 'told', 'begin', 'one_of', 'more_episodes', 'side_by_side', 'comparison_text',
            'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts', 'measured_at', 'write_tables', 'audited',
-           'state_text', 'watch']
+           'asked', 'state_text', 'watch']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
 import csv, json, sys, time
@@ -21,9 +21,10 @@ from ..eval.compare import CompareConfig
 from ..eval.metrics import SuccessMatrix, from_rates, from_records, measure, plain
 from ..eval.plots import mean_returns, metrics_table
 from ..run.all import configs
-from ..run.config import files_of, fitted, given_twice, make_config
+from ..run.config import files_of, fitted, given_twice, make_config, stream_name
 from ..run.report import stream_of, without_success
 from ..run.watch import Run
+from ..train.validity import audit_stream, plan_text, runs_of
 from .words import Words, defaults_of, page_file
 
 # %% ../../nbs/command/01_runs.ipynb #0091a07e
@@ -150,7 +151,8 @@ def one_of(
 )->str:
     "The folder that a command is about; ValueError where there is none, or several."
     if len(words.others) != 1:
-        raise ValueError(f"expected one folder, found {words.others or 'none'}; see clvla {command} --help")
+        what = "stream" if command == "audit-stream" else "folder"
+        raise ValueError(f"expected one {what}, found {words.others or 'none'}; see clvla {command} --help")
     return words.others[0]
 
 def more_episodes(words:Words)->Measured:
@@ -243,6 +245,20 @@ def audited(words:Words)->tuple:
     said = [paragraph(results, verdicts), "", markdown(results)]
     if cfg.out: said.append(f"\nwritten: {write_audit(cfg.out, results, verdicts)}")
     return audit_facts(results, verdicts),"\n".join(said)
+
+# %% ../../nbs/command/01_runs.ipynb #ee698902
+def asked(
+    suite:str,
+    settings:dict, # of all runs
+    o              # options: seeds, parallel, dry, folder
+)->tuple:
+    "Ask a stream the four questions; what JSON says, and the text."
+    folder = o.folder or f"runs/validity-{stream_name(suite)}"
+    if o.seeds < 1 or o.parallel < 1: raise ValueError(f"seeds and parallel are whole numbers from 1, found {o.seeds} and {o.parallel}")
+    plan = plan_text(runs_of(suite, folder, o.seeds, **settings))
+    if o.dry: return dict(plan=plan, folder=folder),plan
+    found = audit_stream(suite, folder, o.seeds, o.parallel, lambda line: print(line, flush=True), **settings)
+    return found,f"{found['text']}\nwritten: {folder}/validity.json"
 
 # %% ../../nbs/command/01_runs.ipynb #46532e3c
 def state_text(

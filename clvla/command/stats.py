@@ -68,7 +68,7 @@ def told(found:dict)->str:
     "The same for a terminal."
     says = dict(right="says what the frames say", differs="differs from the frames", missing="is not there; --repair writes it",
                 written="was written as the frames say", checked="is well formed; there are no frames here to hold it against")
-    lines = [f"{found['file']} {says[found['state']]}"+(f" ({found['frames']} of them)" if found["frames"] else "")]
+    lines = [f"{found['file']} {says[found['state']]}"+(f"; {found['frames']} frames" if found["frames"] else "")]
     if found["wrong"]: lines.append(f"  {'it had' if found['state'] == 'written' else 'it has'} other values in {', '.join(found['wrong'])}")
     if found["lerobot"]: lines.append(f"  LeRobot's meta/stats.json has other values in {', '.join(found['lerobot'])}; clvla reads its own file, LeRobot that one")
     for key,s in found["stats"].items():

@@ -18,7 +18,7 @@ from ..envs.all import kind_of, make_env, make_stream
 from ..eval.player import POOL_SEED, Player
 from ..eval.stats import wilson
 from ..run.checkpoint import checkpoints
-from ..run.config import resolve, stream_name
+from ..run.config import make_config, resolve, stream_name
 from ..run.folder import RunFolder
 from ..run.sweep import sweep
 from .checkpoint_eval import load_point
@@ -34,13 +34,13 @@ def runs_of(
     suite,        # as in `TrainConfig`
     folder,       # for the runs and the answers
     seeds:int=1,  # of each run
-    **settings    # of all runs, as in steps_per_task=100
+    **settings    # of all runs, as in steps_per_task=100; values may be text
 )->dict:          # name -> resolved config
     "The runs that answer the first two questions; ValueError for a setting that they choose themselves."
     if wrong := sorted({"cl", "algo", "blind", "deaf", "seed", "run_dir"} & settings.keys()):
         raise ValueError(f"{wrong[0]} is chosen by the audit, found {settings[wrong[0]]!r}; leave it out")
     def cfg(name, order, seed, control):
-        return resolve(TrainConfig(**dict(suite=suite, cl=order, seed=seed, run_dir=str(Path(folder)/name))|control|settings))
+        return resolve(make_config(TrainConfig, dict(suite=suite, cl=order, seed=seed, run_dir=str(Path(folder)/name))|control|settings))
     return {f"{who}-{order}-s{seed}": cfg(f"{who}-{order}-s{seed}", order, seed, control)
             for seed in range(seeds) for order in ORDERS for who,control in LACKING.items()}
 
