@@ -14,14 +14,14 @@ import pytest
 from clvla.command.entries import Sweep, check_entries, config_of, entries_of, grid_of, read_sweep, values_of
 from clvla.command.main import main
 from clvla.command.runs import LEARNERS, given_by
-from clvla.command.sweep import do_sweep, duration, estimate, parted, queue_of, rows_of, spent, swept
+from clvla.command.sweep import duration, estimate, gpus_for, spent
 from clvla.command.words import PAGES, read_words
 from clvla.core.files import write_json
 from clvla.run import queue as queues
 from clvla.run.all import configs
-from clvla.run.claims import Claims, Held, Watcher, this_machine
+from clvla.run.claims import Claims, Watcher, this_machine
 from clvla.run.config import identity, make_config, resolve
-from clvla.run.engines import Plan, engines
+from clvla.run.engines import Plan, engines, room
 from clvla.run.queue import Entry, Queue, do_entry, remember, state_of, take_next, work
 from clvla.run.resume import fingerprint
 from clvla.run.stop import StopFlag
@@ -296,6 +296,14 @@ def test_cores_and_gpus_are_divided(tmp_path, monkeypatch):
     said = {p.read_text() for p in tmp_path.iterdir() if p.is_file()}
     half = len(cores)//2
     assert said == {repr((cores[:half], "4")), repr((cores[half:], "7"))} and sorted(os.sched_getaffinity(0)) == cores
+
+
+def test_gpus_are_shared_out_unless_an_entry_says_which(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    cfg = lambda **kw: make_config(configs["imitation"], TINY | kw)
+    assert gpus_for([cfg(), cfg(device="cpu")]) == ("2", "5") and gpus_for([cfg(device="cpu")]) == () and gpus_for([cfg(), cfg(gpus="1")]) == ()
+    assert gpus_for([make_config(configs["practice"], dict(suite="dot_2", rollout_gpus="1"))]) == ()
+    assert room([*range(8)], ["2", "5"]) == 2 and room([*range(8)], ["2", "5"], each=2) == 1 and room([*range(8)], []) == 4 and room([*range(8)], [], each=4) == 2
 
 
 def test_an_engine_is_a_plugin_of_a_few_lines(tmp_path, monkeypatch, capsys):

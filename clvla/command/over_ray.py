@@ -23,8 +23,8 @@ def one_entry(
 
 def words_of(queue, number:int, plan:Plan)->list:
     "What does one entry, as words behind `clvla`."
-    words = ["sweep", str(queue.folder), "--only", str(number), "--parallel", "1", "--patience", f"{queue.watcher.patience:g}"]
-    return words+["--again"]*plan.again
+    words = ["sweep", queue.folder, "--only", number, "--parallel", 1, "--patience", f"{queue.watcher.patience:g}"]
+    return [*map(str, words), *["--again"]*plan.again]
 
 def over_ray(
     queue, begin, # as of `local`
@@ -37,7 +37,8 @@ def over_ray(
     check_address(own["address"])
     import ray
     started = start_ray(own["address"], (plan.parallel or 1)*own["cpus"])
-    task = ray.remote(num_cpus=own["cpus"], num_gpus=own["gpus"], max_retries=own["tries"], scheduling_strategy="SPREAD")(one_entry)
+    each = dict(num_cpus=own["cpus"], num_gpus=own["gpus"], max_retries=own["tries"], scheduling_strategy="SPREAD")
+    task = ray.remote(**each)(one_entry)
     free = [s.entry for s in queue.states() if may_take(queue, s, plan.again)]
     try: _follow(ray, queue, task, [e for e in free if plan.chosen is None or e.number in plan.chosen], plan, stop)
     finally:
@@ -57,7 +58,7 @@ def _follow(ray, queue, task, waiting:list, plan:Plan, stop):
         for ref in ready:
             entry = running.pop(ref)
             try: ray.get(ref)
-            except ray.exceptions.RayError: pass   # a machine that was lost too often, or a task that was taken back: the claim says how it stands
+            except ray.exceptions.RayError: pass   # lost too often, or taken back: the claim says how it stands
             s = state_of(queue, entry)
             if plan.on_end: plan.on_end(entry, s.end or dict(state=s.state))
         if plan.show: plan.show()

@@ -55,7 +55,7 @@ class Queue:
         self.folder,self.entries,self.watcher = Path(folder).resolve(),list(entries),Watcher(patience)
         self.about,self.every = about or {},min(5., patience/6)   # seconds between two heartbeats of this process
         self.passed = set()   # stopped or failed claims that were there before
-        self._lock,self.beginning = threading.Lock(),threading.Lock()   # of its workers: one looks, one begins at a time
+        self._lock,self.beginning = threading.Lock(),threading.Lock()   # one worker looks, one begins at a time
 
     @classmethod
     def open(cls, folder, patience:float=60.):
@@ -65,7 +65,8 @@ class Queue:
         try:
             said = read_json(path)
             entries = [Entry(**e) for e in said.pop("entries")]
-        except (TypeError, KeyError) as e: raise ValueError(f"{path} is not what a sweep writes ({e}); put the file back") from e
+        except (TypeError, KeyError, AttributeError) as e:
+            raise ValueError(f"{path} is not what a sweep writes ({e}); put the file back") from e
         return cls(folder, entries, patience, said)
 
     def check(self):
@@ -79,9 +80,10 @@ class Queue:
         for a,b in zip(old, [*self.entries, *[None]*len(old)]):
             if a == b: continue
             now = f"{b.experiment} {b.own}" if b else "nothing"
+            shared = ", with other settings that all share" if b and a.own == b.own else ""
             raise ValueError(f"{self.folder} belongs to another sweep: entry {a.number} was {a.experiment} {a.own} there, "
-                             f"and is {now} now"+("" if not b or a.own != b.own else ", with other settings that all share")+
-                             "; choose another folder, or the sweep as it was (entries may be added at its end)")
+                             f"and is {now} now{shared}; choose another folder, or the sweep as it was (entries may be added "
+                             "at its end)")
 
     def begin(self):
         "Write sweep.json; ValueError as `check` raises it."
@@ -102,8 +104,8 @@ def state_of(
     n = claims.newest
     by,end = (claims.read(n),claims.end(n)) if n else ({},None)
     whole = (queue.run_dir(entry)/"done.json").exists()
-    played = entry.experiment.startswith("eval") and any((claims.end(k) or {}).get("state") == "done" for k in range(n, 0, -1))
-    if whole or played: return State(entry, "done", n, by, end or {})
+    ends = [claims.end(k) or {} for k in range(1, n+1)] if entry.experiment.startswith("eval") else []
+    if whole or any(x.get("state") == "done" for x in ends): return State(entry, "done", n, by, end or {})
     if not n: return State(entry, "todo")
     if end is None and queue.watcher.is_gone(claims, n): end = dict(state="stopped", lost=True)
     if end is None: return State(entry, "running", n, by)
@@ -139,8 +141,9 @@ def take_next(
     for entry in queue.entries:
         if chosen is not None and entry.number not in chosen: continue
         with queue._lock: s = state_of(queue, entry)
-        if may_take(queue, s, again) and queue.claims(entry).take(s.claim+1, every=queue.every): return entry,s.claim+1,False
-        others = others or s.state in ("running", "todo", "stopped") and (s.state == "running" or may_take(queue, s, again))
+        may = may_take(queue, s, again)
+        if may and queue.claims(entry).take(s.claim+1, every=queue.every): return entry,s.claim+1,False
+        others = others or may or s.state == "running"   # may, and another process was faster
     return None,None,others
 
 # %% ../../nbs/run/21_queue.ipynb #94160985
@@ -150,8 +153,8 @@ def last_lines(
 )->str:
     "The last plain lines, without events."
     if not Path(path).exists(): return ""
-    with open(path, errors="replace") as f: lines = deque((x.rstrip() for x in f if x.strip() and not x.startswith("@")), n)
-    return "\n".join(lines)
+    with open(path, errors="replace") as f:
+        return "\n".join(deque((x.rstrip() for x in f if x.strip() and not x.startswith("@")), n))
 
 def wait_until_free(
     run_dir,    # of a run
@@ -190,7 +193,7 @@ def outcome_of(
 def do_entry(
     queue:Queue, entry:Entry,
     n:int,      # the claim
-    begin,      # called with queue and entry: what is checked and written before; words behind `python -m clvla.run`, seconds that a stop may take
+    begin,      # called with queue and entry, writes settings; words behind `python -m clvla.run`, seconds for a stop
     stop,       # a `StopFlag`
     variables=None  # further environment variables of the run
 )->dict:        # its end
@@ -208,7 +211,8 @@ def do_entry(
                 child = start(words[0], args=words[1:], console=console, variables=variables or {})
                 asked = follow_child(child, stop, held, patience)
                 end = outcome_of(child.returncode, asked, console, kills)
-            except (ValueError, OSError, ImportError, RuntimeError) as e: end = dict(state="failed", error=f"{type(e).__name__}: {e}")
+            except (ValueError, OSError, ImportError, RuntimeError) as e:
+                end = dict(state="failed", error=f"{type(e).__name__}: {e}")
     if held.lost: return dict(state="lost")
     claims.write_end(n, **end)
     return end

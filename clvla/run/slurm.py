@@ -24,7 +24,7 @@ trap 'asked=1; kill -TERM $child 2>/dev/null' TERM
 {command} --only $SLURM_ARRAY_TASK_ID &
 child=$!
 wait $child; code=$?
-while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done   # the signal ended the waiting, not the run
+while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done   # only the waiting was ended
 if [ $code = {stopped} ] && [ $asked = 1 ]; then scontrol requeue ${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}; fi
 exit $code
 '''
@@ -33,7 +33,8 @@ def check_options(settings:dict):
     "ValueError for an option of sbatch that the script sets, or that is none."
     for k,v in settings.items():
         if k in OURS: raise ValueError(f"option {k!r} of sbatch is set by the sweep itself; leave it out")
-        if not re.fullmatch(r"[a-z][a-z-]*", k): raise ValueError(f"engine_kw names options of sbatch, as in {{'time': '08:00:00'}}, found {k!r}")
+        if not re.fullmatch(r"[a-z][a-z-]*", k):
+            raise ValueError(f"engine_kw names options of sbatch, as in {{'time': '08:00:00'}}, found {k!r}")
         if isinstance(v, (dict, list)) or "\n" in str(v) and k != "setup":
             raise ValueError(f"option {k!r} of sbatch is one line of text or a number, found {v!r}")
 
@@ -53,22 +54,24 @@ def script(
     "The array job of some entries."
     settings = dict(plan.settings)
     setup = settings.pop("setup", "")
+    at_once = f"%{plan.parallel}" if plan.parallel else ""
     options = {"cpus-per-task": 2} | settings | {
-        "job-name": f"clvla-{queue.folder.name}", "array": ranges(numbers)+(f"%{plan.parallel}" if plan.parallel else ""),
+        "job-name": f"clvla-{queue.folder.name}", "array": ranges(numbers)+at_once,
         "signal": f"B:TERM@{SECONDS}", "open-mode": "append", "output": f"{queue.folder}/slurm/%A_%a.txt"}
     head = [f"#SBATCH --{k}" + (f"={v}" if v is not True else "") for k,v in options.items() if v is not False]
     line = "import sys; from clvla.command.main import main; sys.exit(main())"
     patience = queue.watcher.patience
     words = [sys.executable, "-c", line, "sweep", str(queue.folder), "--parallel", "1", "--patience", f"{patience:g}"]
     command = shlex.join(words+["--again"]*plan.again)
-    return "\n".join(["#!/bin/bash", *head, "#SBATCH --requeue"]) + BODY.format(setup=setup, command=command, stopped=EXIT_STOPPED)
+    body = BODY.format(setup=setup, command=command, stopped=EXIT_STOPPED)
+    return "\n".join(["#!/bin/bash", *head, "#SBATCH --requeue"])+body
 
 # %% ../../nbs/run/23_slurm.ipynb #a9901306
 def slurm_says(*words)->str:
     "What a command of SLURM prints; RuntimeError with its words when it fails."
     if shutil.which(words[0]) is None:
-        raise RuntimeError(f"engine 'slurm' needs the command {words[0]}, and this machine has none; start the sweep where jobs are "
-                           "submitted, or with engine 'local'")
+        raise RuntimeError(f"engine 'slurm' needs the command {words[0]}, and this machine has none; start the sweep where "
+                           "jobs are submitted, or with engine 'local'")
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode: raise RuntimeError(f"{words[0]} refuses: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip()
