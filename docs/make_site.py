@@ -22,6 +22,7 @@ sys.path[:0] = [str(HERE), str(ROOT/"tools")]
 import api  # noqa: E402
 import map as page_map  # noqa: E402
 import site_pages  # noqa: E402
+from site_pages import SIMULATOR  # noqa: E402
 
 DOCUMENTS = "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "LICENSE"
 FRONT = [("index", "Start"), ("nbs/map", "All pages, by task"), ("nbs/claims", "What was measured"), ("gallery", "Gallery"),
@@ -95,15 +96,16 @@ def rooms(notebooks, modules):
 def gallery(notebooks, folder):
     "Films and success matrices that the pages made, each with its page."
     lines = ["# Gallery\n> Films and success matrices that pages made; each picture leads to its page\n"]
-    films, matrices = [], []
+    films, matrices, simulators = [], [], []
     if (folder/"nbs/images/front.gif").exists() and "benchmarks/front.ipynb" in notebooks:
         films.append(("nbs/images/front.gif", "benchmarks/front.ipynb", "A policy at five tasks, after it has learnt them one after another with replay"))
     for place, page in notebooks.items():
-        for k, (said, kind, data) in enumerate(site_pages.pictures(place, page)):
+        for k, (said, kind, data) in enumerate(site_pages.pictures(page)):
             name = f"gallery/{place.removesuffix('.ipynb').replace('/', '-')}-{k}.{kind}"
             put(folder/name, data)
-            (matrices if said else films).append((name, place, said or title(page)[1]))
-    for heading, of in (("Films and pictures", films), ("Success matrices", matrices)):
+            of = simulators if said is SIMULATOR else matrices if said else films
+            of.append((name, place, title(page)[1] if of is not matrices else said))
+    for heading, of in (("Films and pictures", films), ("Success matrices", matrices), ("Simulators", simulators)):
         if not of: continue
         lines.append(f"## {heading}\n\n````{{container}} gallery")
         for name, place, said in of:

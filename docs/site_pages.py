@@ -63,14 +63,13 @@ def imports(source):
 
 
 def extras(place, page):
-    "Extras that a page's own lines use, as their imports and the names in them say."
-    code = [text(c) for c in page["cells"] if c["cell_type"] == "code" and (not exported(c) or "import" not in text(c).split("def ")[0][:40])]
-    lines = "\n".join(line for source in code for line in source.splitlines() if not line.lstrip().startswith("#"))
-    found = {extra_of()[name] for source in code for name in imports(source) if name in extra_of()}
+    "Extras that a page's own lines use, as their imports, and the names in the lines that are no export, say."
+    code = [text(c) for c in page["cells"] if c["cell_type"] == "code"]
     lessons = "\n".join(text(c) for c in page["cells"] if c["cell_type"] == "code" and not exported(c))
+    found = {extra_of()[name] for source in code for name in imports(source) if name in extra_of()}
     found |= {name for name, asked in ASKED.items() if re.search(asked, lessons)}
-    room = "/".join(place.split("/")[:2])
-    return sorted(found | ({ROOMS[room]} if room in ROOMS and lines else set()))
+    room = place.rsplit("/", 1)[0]
+    return sorted(found | ({ROOMS[room]} if room in ROOMS and code else set()))
 
 
 @cache
@@ -191,16 +190,21 @@ def name_of(place):
     return "/".join(re.sub(r"^\d+_", "", part) for part in Path(place).with_suffix("").parts)
 
 
-def pictures(place, page):
-    "What the gallery shows of a page: (what is under it, PNG bytes or the name of a film beside the page)."
+SIMULATOR = "simulator"   # a figure that shows what a camera sees
+
+
+def pictures(page):
+    "What the gallery shows of a page: the title of a matrix, `SIMULATOR` or \"\"; the kind of picture; its bytes."
     for cell in page["cells"]:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            fig = data.get(PLOTLY)
-            if fig and any(t.get("type") == "heatmap" for t in fig["data"]):
-                title = (fig["layout"].get("title") or {}).get("text", "")
-                if not re.match("Success|sequential|er,|packnet|task_lora|er$|IMPALA|CLEAR|Mean return", title): continue
-            elif fig or not data.keys() & {"image/png", "image/jpeg"}: continue
-            else: title = ""
-            kind = "image/png" if "image/png" in data else "image/jpeg"
-            yield title, kind.split("/")[1], base64.b64decode("".join(data[kind]))
+            kind = next((kind for kind in ("image/png", "image/jpeg") if kind in data), None)
+            if kind is None: continue
+            said, figure = "", data.get(PLOTLY)
+            if figure:
+                drawn = {trace.get("type") for trace in figure["data"]}
+                title = (figure["layout"].get("title") or {}).get("text", "")
+                matrix = "heatmap" in drawn and re.match(r"Success|Mean return|IMPALA|CLEAR|[a-z_]+(, seed \d+)?$", title)
+                said = title if matrix else SIMULATOR if drawn == {"image"} else ""
+                if not said: continue
+            yield said, kind.split("/")[1], base64.b64decode("".join(data[kind]))

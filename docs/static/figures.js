@@ -11,6 +11,9 @@
     document.body.dataset.theme === "dark" || (document.body.dataset.theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
   function coloured(layout, width) {
     const own = Object.assign({}, layout, { width: Math.min(layout.width || 700, width) });
+    const title = typeof layout.title === "string" ? { text: layout.title } : layout.title;
+    if (title && title.text)  // as large as fits
+      own.title = Object.assign({}, title, { font: Object.assign({ size: Math.max(9, Math.min(17, 1.7 * own.width / title.text.length)) }, title.font) });
     if (!dark()) return own;
     Object.assign(own, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: Object.assign({}, layout.font, { color: "#ccc" }) });
     for (const key of Object.keys(layout)) if (/^[xy]axis/.test(key))
