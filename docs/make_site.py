@@ -19,8 +19,8 @@ from urllib.parse import unquote
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT/"tools")]
-import api  # noqa: E402
 import map as page_map  # noqa: E402
+import site_api as api  # noqa: E402
 import site_pages  # noqa: E402
 from site_pages import SIMULATOR  # noqa: E402
 
@@ -44,19 +44,20 @@ def stage(paths, root, folder):
     notebooks = {p.relative_to(root/"nbs").as_posix(): site_pages.read(p) for p in paths}
     known = {site_pages.name_of(place): place for place in notebooks}
     known |= {name.replace(".", "/"): place for place, page in notebooks.items() if (name := site_pages.module(page))}
+    there = {f"nbs/{place}" for place in notebooks}
     for path in (root/"nbs").rglob("*"):   # pictures, records, parameters files that the pages link
         if path.is_file() and path.suffix != ".ipynb" and not any(s[0] in "._" for s in path.relative_to(root).parts):
             put(folder/path.relative_to(root), path.read_bytes())
     for name in DOCUMENTS:
-        if (root/name).exists(): put(folder/name, (root/name).read_bytes())
+        if (root/name).exists(): put(folder/name, site_pages.built((root/name).read_text(encoding="utf-8"), "index.ipynb", there, root))
     for place, page in notebooks.items():
         if place != "index.ipynb": put(folder/"nbs"/place, json.dumps(site_pages.for_site(place, page, known, root)))
     modules = stage_api(notebooks, root, folder)
     put(folder/"gallery.md", gallery(notebooks, folder))
     put(folder/"index.md", front(root, notebooks))
-    there = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*") if p.suffix in (".md", ".ipynb")}
-    put(folder/"rooms.json", json.dumps(dict(map="nbs/map" if "nbs/map" in there else None, rooms=rooms(notebooks, modules),
-                                             front=[entry for entry in FRONT if entry[0] in there])))
+    staged = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*") if p.suffix in (".md", ".ipynb")}
+    put(folder/"rooms.json", json.dumps(dict(map="nbs/map" if "nbs/map" in staged else None, rooms=rooms(notebooks, modules),
+                                             front=[entry for entry in FRONT if entry[0] in staged])))
 
 
 def title(page):
@@ -141,8 +142,8 @@ class Links(HTMLParser):
         if tag in ("script", "img", "source", "video", "iframe") and a.get("src"): self.loads.append(a["src"])
 
 
-def wrong_links(out):
-    "One line for each link of the built pages that leads nowhere, and for each thing that is loaded from another host."
+def wrong_links(out, told=()):
+    "One line for each link of the built pages that leads nowhere, except those in `told`, and for each thing that is loaded from another host."
     found = {}
     for path in sorted(out.rglob("*.html")):
         found[path] = Links()
@@ -152,35 +153,45 @@ def wrong_links(out):
         for url in page.loads:
             if re.match(r"(https?:)?//", url): yield f"{name} loads {url} from another host"
         for url in dict.fromkeys(page.links+page.loads):
-            if re.match(r"[a-z]+:|//", url): continue
+            if re.match(r"[a-z]+:|//", url) or (name.removesuffix(".html"), url.removeprefix("#")) in told: continue
             place, _, anchor = unquote(url).partition("#")
             target = (path.parent/place.split("?")[0]).resolve() if place.split("?")[0] else path
             if not target.exists(): yield f"{name} links to {url}, and there is no such file"
             elif anchor and target in found and anchor not in found[target].anchors: yield f"{name} links to {url}, and that page has no such heading"
 
 
+WARNED = (   # of what Sphinx warns -> what the page does with its target, and what is not there; None: `wrong_links` says it
+    (r"'myst' cross-reference target not found: '([^']*)'", "links to", "page"), (r"image file not readable: (\S+)", "shows", "file"),
+    (r"local id not found in doc", None, None))
+
+
 def complaints(said, folder):
-    "Sphinx's warnings, each as one line that names the page."
+    "Sphinx's warnings: each as one line that names the page, and the page and the target that it is of."
     for line in COLOURED.sub("", said).splitlines():
-        line = line.replace(f"{folder}/", "")
-        found = re.match(r"(?P<page>[^:]+)(?::\d+)?: WARNING: 'myst' cross-reference target not found: '(?P<link>[^']*)'", line)
-        if found: yield f"{found['page']} links to {found['link']}, and there is no such page"
-        elif line.strip(): yield line
+        page, _, warning = line.replace(f"{folder}/", "").partition(": WARNING: ")
+        page = page.split(":")[0]
+        found = next(((m, does, what) for pattern, does, what in WARNED if (m := re.match(pattern, warning))), None)
+        if found is None:
+            if line.strip(): yield line.replace(f"{folder}/", ""), None
+        elif found[1]: yield f"{page} {found[1]} {found[0][1]}, and there is no such {found[2]}", (page.rsplit(".", 1)[0], found[0][1])
 
 
 def build(paths=None, out=None, root=ROOT, jobs=None):
     "Build the pages (default: all) into the folder `out`; the list of what is wrong with them, empty when all is well."
     from sphinx.application import Sphinx
+    from sphinx.util.docutils import docutils_namespace, patch_docutils
     out = Path(out or root/"_site").resolve()
-    work = out.parent/f".{out.name}-work"
+    work = out.parent/f".{out.name}-work"   # myst-nb writes beside the pages too
     for folder in (out, work): shutil.rmtree(folder, ignore_errors=True)
     source = work/"source"
     try:
         stage([Path(p).resolve() for p in paths] if paths else all_pages(root), root, source)
         said = io.StringIO()
-        app = Sphinx(source, HERE, out, work/"doctrees", "html", status=None, warning=said, parallel=jobs or os.cpu_count())
-        app.build()
-        return list(dict.fromkeys([*complaints(said.getvalue(), source), *wrong_links(out)]))
+        with patch_docutils(HERE), docutils_namespace():   # a second site in the same process begins as the first one did
+            Sphinx(source, HERE, work/"html", work/"doctrees", "html", status=None, warning=said, parallel=jobs or os.cpu_count()).build()
+        shutil.move(work/"html", out)
+        warned = dict(complaints(said.getvalue(), source))
+        return [*warned, *wrong_links(out, set(warned.values()))]
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

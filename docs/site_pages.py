@@ -17,7 +17,7 @@ MENTIONS = re.compile(r"(\bpages? )((?:\*[\w/]+\*(?:, | and )?)+)")
 IMPORTED = dict(libero="libero robosuite bddl", metaworld="metaworld", gym="gymnasium minigrid", vlm="transformers torchvision", lerobot="lerobot diffusers",
                 minihack="minihack nle", sb3="stable_baselines3", docs="sphinx", dev="playwright")
 # what a page's own lines, strings above all, ask of a simulator or a library that is imported elsewhere
-ASKED = dict(metaworld=r"""["'](?:mw\d|mw_(?!state)|metaworld)""", libero=r"""["']libero""", gym=r"""["'](?:minigrid|gym:)""",
+ASKED = dict(metaworld=r"""["'](?:mw\d|mw_(?!state)|mt\d|cw\d|metaworld)""", libero=r"""["']libero""", gym=r"""["'](?:minigrid|gym:)""",
              envpool=r"""["'](?:procgen|atari|climber|fruitbot|miner_|mw_state|minigrid_engine)""", minihack=r"""["']minihack""",
              lerobot=r"""["']lerobot-""", vlm=r"""["'](?:qwen|paligemma|llamaoft|neurovla)""")
 ROOMS = {"envs/metaworld": "metaworld", "envs/libero": "libero", "envs/gym": "gym", "policies/lerobot": "lerobot", "policies/vlm": "vlm"}
@@ -67,8 +67,9 @@ def extras(place, page):
     code = [text(c) for c in page["cells"] if c["cell_type"] == "code"]
     lessons = "\n".join(text(c) for c in page["cells"] if c["cell_type"] == "code" and not exported(c))
     found = {extra_of()[name] for source in code for name in imports(source) if name in extra_of()}
-    found |= {name for name, asked in ASKED.items() if re.search(asked, lessons)}
     room = place.rsplit("/", 1)[0]
+    if room not in ("core", "guides", "command"):   # whose lines hold such names as words only
+        found |= {name for name, asked in ASKED.items() if re.search(asked, lessons)}
     return sorted(found | ({ROOMS[room]} if room in ROOMS and code else set()))
 
 
@@ -96,9 +97,9 @@ def facts(place, page):
     code = any(c["cell_type"] == "code" for c in page["cells"])
     parts = []
     if name: parts.append(f"Module `clvla.{name}`: [API]({'../'*(place.count('/')+1)}api/{name}.md).")
-    needs = extras(place, page)
-    if code: parts.append("Needs "+("the "+("extra " if len(needs) == 1 else "extras ")+", ".join(f"`{n}`" for n in needs) if needs else "no extra")+
-                          (", and a GPU." if place == "benchmarks/gpu.ipynb" else ", no GPU."))
+    needs = ", ".join(f"`{name}`" for name in extras(place, page))
+    if code and (needs or not kind): parts.append(f"Extras: {needs or 'none'}.")
+    if code: parts.append("Needs a GPU." if place == "benchmarks/gpu.ipynb" else "No GPU needed.")
     if time := TIMES.get(place.removesuffix(".ipynb")): parts.append(f"Takes {time}.")
     elif kind == "benchmark" and place.startswith("benchmarks/"): parts.append("A measurement of minutes to hours: what it gave is kept below.")
     elif place in seconds(): parts.append(f"Runs in {seconds()[place]:.0f} seconds on one core.")
