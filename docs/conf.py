@@ -16,7 +16,6 @@ exclude_patterns = ["**/.ipynb_checkpoints"]
 nb_execution_mode = "off"        # a page shows the outputs that its notebook keeps
 nb_merge_streams = True
 nb_ipywidgets_js = {}            # would be fetched from another host
-nb_code_prompt_show = nb_code_prompt_hide = "Imports"   # the cells that site_pages.py folds
 myst_enable_extensions = ["dollarmath"]
 myst_dmath_double_inline = True
 myst_heading_anchors = 3

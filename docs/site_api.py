@@ -15,7 +15,10 @@ def cell(text):
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def code(node): return f"`{cell(ast.unparse(node))}`" if node is not None else ""
+EMPTY = {"field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}   # of a dataclass
+
+
+def code(node): return f"`{cell(EMPTY.get(text := ast.unparse(node), text))}`" if node is not None else ""
 
 
 def table(rows, notes):

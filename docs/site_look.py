@@ -1,8 +1,10 @@
-"Sphinx extension of the site: formulas as MathML, a side bar of rooms, titles of search results, and one local plotly.js."
+"Sphinx extension of the site: formulas as MathML, a side bar of rooms, titles of search results, and one local plotly.js and font."
 import json
 import re
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import copy
 
 from docutils import nodes
 from math_core import LatexToMathML
@@ -78,16 +80,21 @@ def search_title(app, doctree):
     if len(place) > 2: app.env.longtitles[name] = nodes.title("", "", nodes.Text(" / ".join(place[1:])))
 
 
-def plotly(app, error):
-    "plotly.js of the installed package, once for the whole site; figures.js loads it when a figure comes near the screen."
+FONT = "STIXTwoMath-Regular.ttf"
+
+
+def one_for_all(app, error):
+    "What the whole site shares, out of installed packages: plotly.js, which figures.js loads when a figure comes near the screen, and the font of formulas."
     if error: return
     from plotly.offline import get_plotlyjs
-    (Path(app.outdir)/"_static/plotly.js").write_text(get_plotlyjs(), encoding="utf-8")
+    static = Path(app.outdir)/"_static"
+    (static/"plotly.js").write_text(get_plotlyjs(), encoding="utf-8")
+    copy(Path(find_spec("ziamath").origin).parent/"fonts"/FONT, static/FONT)
 
 
 def setup(app):
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.connect("html-page-context", page_context, priority=900)
     app.connect("doctree-read", search_title, priority=900)
-    app.connect("build-finished", plotly)
+    app.connect("build-finished", one_for_all)
     return dict(version="1", parallel_read_safe=True, parallel_write_safe=True)

@@ -158,32 +158,37 @@ def with_facts(source, place, page):
     return f"{source[:found.end()].rstrip()}\n\n{facts(place, page)}\n\n{source[found.end():]}" if found else source
 
 
-def code_cell(cell):
-    "A code cell without directives, or None for one that is hidden; `folded` says that it only imports."
-    if re.search(r"^#\| *(hide|default_exp)\b", text(cell), re.M): return None
-    source = DIRECTIVE.sub("", text(cell)).strip("\n")
+def code_cells(cell):
+    """What a code cell becomes, without directives; nothing for a hidden one. `folded` is the line that stands for code that a reader may pass over: imports
+    alone, the rarely needed parameters of an experiment page, and the lines of a table that is shown below."""
+    if re.search(r"^#\| *(hide|default_exp)\b", text(cell), re.M): return []
+    source, *rare = re.split(r"\n(?=_\w+ = \"\"\"\n)", DIRECTIVE.sub("", text(cell)).strip("\n"))
     outputs = [shown(o) for o in cell.get("outputs", [])]
-    return dict(cell_type="code", source=source, outputs=outputs, folded=only_imports(source) and not outputs) if source else None
+    told = [dict(cell_type="markdown", source="".join(o["data"]["text/markdown"])) for o in outputs if "text/markdown" in o.get("data", {})]
+    folded = "The lines of this table" if told and '"""' in source else "Imports" if only_imports(source) and not outputs else None
+    kept = [o for o in outputs if "text/markdown" not in o.get("data", {})]
+    first = [dict(cell_type="code", source=source, outputs=kept, folded=folded)] if source else []
+    return first+[dict(cell_type="code", source=more, outputs=[], folded="All other parameters") for more in rare]+told
 
 
 def for_site(place, page, known, root):
     "A notebook as Sphinx gets it; neighbours that only import are one cell. `known`: name -> place of the site's pages."
     there, cells = set(known.values()), []
     for cell in page["cells"]:
-        if cell["cell_type"] == "markdown":
-            source = built(text(cell), place, there, root)
-            cells.append(dict(cell_type="markdown", source=linked(with_facts(source, place, page), place, known)))
-        elif new := code_cell(cell):
-            told = ["".join(o["data"]["text/markdown"]) for o in new["outputs"] if "text/markdown" in o.get("data", {})]   # whose links lead to pages
-            new["outputs"] = [o for o in new["outputs"] if "text/markdown" not in o.get("data", {})]
-            if new["folded"] and cells and cells[-1].get("folded"): cells[-1]["source"] += "\n"+new["source"]
-            else: cells.append(new)
-            cells += [dict(cell_type="markdown", source=built(said, place, there, root)) for said in told]
-    for k, cell in enumerate(cells):
-        cell |= dict(id=f"cell-{k}", metadata=dict(tags=["hide-input"] if cell.pop("folded", False) else []))
-        if cell["cell_type"] == "code": cell["execution_count"] = None
-    meta = dict(kernelspec=dict(name="python3", language="python", display_name="python3"), language_info=dict(name="python", pygments_lexer="python"))
-    return dict(cells=cells, metadata=meta, nbformat=4, nbformat_minor=5)
+        new = [dict(cell, source=with_facts(text(cell), place, page))] if cell["cell_type"] == "markdown" else code_cells(cell)
+        if new and cells and new[0].get("folded") == cells[-1].get("folded") == "Imports": cells[-1]["source"] += "\n"+new.pop(0)["source"]
+        cells += new
+    return dict(cells=[clean(k, cell, place, known, there, root) for k, cell in enumerate(cells)], nbformat=4, nbformat_minor=5, metadata=dict(
+        kernelspec=dict(name="python3", language="python", display_name="python3"), language_info=dict(name="python", pygments_lexer="python")))
+
+
+def clean(k, cell, place, known, there, root):
+    "A cell with what the format of notebooks knows, and nothing else."
+    if cell["cell_type"] == "markdown":
+        return dict(cell_type="markdown", id=f"cell-{k}", metadata={}, source=linked(built(cell["source"], place, there, root), place, known))
+    folded = cell["folded"]
+    meta = dict(tags=["hide-input"], mystnb=dict(code_prompt_show=folded, code_prompt_hide=folded)) if folded else {}
+    return dict(cell_type="code", id=f"cell-{k}", metadata=meta, source=cell["source"], outputs=cell["outputs"], execution_count=None)
 
 
 def name_of(place):

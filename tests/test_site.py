@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-for name in ("sphinx", "myst_nb", "furo", "math_core"): pytest.importorskip(name, reason="the extra docs is not installed")
+for name in ("sphinx", "myst_nb", "furo", "math_core", "ziamath"): pytest.importorskip(name, reason="the extra docs is not installed")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT/"docs"), str(ROOT/"tools")]
 import make_site  # noqa: E402
@@ -51,7 +51,7 @@ def test_nothing_comes_from_another_host(html):
 
 def test_plotly_is_there_once(site, html):
     found = [p for p in site.rglob("*") if p.is_file() and p.stat().st_size > 2e6 and b"plotly.js v" in p.read_bytes()[:500]]
-    assert [p.name for p in found] == ["plotly.js"]
+    assert [p.name for p in found] == ["plotly.js"] and [p.name for p in site.rglob("*.ttf")] == ["STIXTwoMath-Regular.ttf"]
     page = html["nbs/cl/08_er.html"]
     assert page.count('class="plotly-figure"') == 1 and "data:image/png;base64," in page and "plotly.js" not in page
     data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page, re.S)[1])
@@ -88,9 +88,13 @@ def test_facts_of_a_page(html):
     assert site_pages.extras("policies/vlm/01_qwen.ipynb", site_pages.read(ROOT/"nbs/policies/vlm/01_qwen.ipynb")) == ["vlm"]
 
 
-def test_imports_are_folded_and_directives_left_out(html):
+def test_what_a_reader_may_pass_over_is_folded_and_directives_left_out(html):
     page = html["nbs/cl/08_er.html"]
     assert page.count("<details") == 1 and "#|" not in re.sub("<[^>]+>", "", page)
+    folded = lambda name: set(re.findall(r'<p class="collapsed admonition-title">(.*?)</p>', html[name]))
+    assert folded("nbs/cl/08_er.html") == {"Imports"} and folded("nbs/run_cl.html") == {"All other parameters"}
+    assert folded("nbs/guides/coming_from.html") == {"Imports", "The lines of this table"}
+    assert "buffer_size_per_task</span></code></p></td>" in html["nbs/guides/coming_from.html"], "the table itself is shown"
     assert site_pages.only_imports("import a\nb.c = 1") and not site_pages.only_imports("import a\nf()") and not site_pages.only_imports("x = 1")
 
 
