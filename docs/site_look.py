@@ -84,7 +84,7 @@ FONT = "STIXTwoMath-Regular.ttf"
 
 
 def one_for_all(app, error):
-    "What the whole site shares, out of installed packages: plotly.js, which figures.js loads when a figure comes near the screen, and the font of formulas."
+    "What the whole site shares, out of installed packages: plotly.js, which site.js loads when a figure comes near the screen, and the font of formulas."
     if error: return
     from plotly.offline import get_plotlyjs
     static = Path(app.outdir)/"_static"

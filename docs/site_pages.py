@@ -109,7 +109,7 @@ def facts(place, page):
 
 
 def figure(output):
-    "A Plotly figure as HTML: its static picture, and its data for figures.js."
+    "A Plotly figure as HTML: its static picture, and its data for site.js."
     fig = output["data"][PLOTLY]
     data = json.dumps(dict(data=fig["data"], layout=fig["layout"]), separators=(",", ":")).replace("<", "\\u003c")
     png = "".join(output["data"].get("image/png", "")).replace("\n", "")

@@ -198,6 +198,13 @@ def test_the_search_works_from_the_disk(site, tab):
     page.wait_for_selector("#search-results a:has-text('cl / mir')", timeout=20_000)
 
 
+def test_the_side_bar_shows_the_page_that_is_open(site, tab):
+    page = tab(1280, 400)
+    page.goto((site/"nbs/benchmarks/front.html").as_uri())
+    box = page.locator(".sidebar-tree .current-page").last.bounding_box()
+    assert 0 < box["y"] and box["y"]+box["height"] <= 400
+
+
 @pytest.mark.parametrize("width, height", [(1280, 800), (400, 860)])
 def test_the_first_screen_says_what_for_whom_and_how(site, tab, width, height):
     page = tab(width, height)

@@ -1,6 +1,6 @@
-// Draws each Plotly figure when it comes near the screen, in the colours of the page; until then its static picture stands there.
+// Shows the open page in the side bar, and draws each Plotly figure when it comes near the screen, in the colours of the page; until then its static picture stands there.
 (function () {
-  const here = document.currentScript.src.replace(/figures\.js.*/, "");
+  const here = document.currentScript.src.replace(/site\.js.*/, "");
   let loading;
   const plotly = () => loading = loading || new Promise((done, failed) => {
     const s = document.createElement("script");
@@ -30,6 +30,9 @@
     box.classList.add("alive");
   }
   addEventListener("DOMContentLoaded", () => {
+    const bar = document.querySelector(".sidebar-scroll"), own = [...document.querySelectorAll(".sidebar-tree .current-page")].pop();
+    const below = bar && own ? own.getBoundingClientRect().top - bar.getBoundingClientRect().top - bar.clientHeight / 2 : 0;
+    if (below > 0) bar.scrollTo({ top: bar.scrollTop + below, behavior: "instant" });
     const boxes = [...document.querySelectorAll(".plotly-figure")];
     const near = new IntersectionObserver(seen => seen.filter(s => s.isIntersecting).forEach(s => { near.unobserve(s.target); draw(s.target); }),
       { rootMargin: "400px" });
