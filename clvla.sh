@@ -3,6 +3,7 @@
 #   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/page.ipynb -p cl mir
 #   ./clvla.sh test [pytest options]     all tests and every notebook of the library
 #   ./clvla.sh lab [jupyter options]     JupyterLab on copies of the experiment pages in runs/pages, and on nbs/ beside them
+#   ./clvla.sh docs [notebooks]          the pages as a site in _site, without a network; a link that leads nowhere is an error
 #   ./clvla.sh setup                     only make the environment
 # It makes a virtual environment in .venv (or $CLVLA_ENV) and, where they are missing and this user may, installs the
 # system packages libosmesa6, libegl1, libgl1, libglib2.0-0 (software rendering), g++ and make (two packages that LIBERO's
@@ -51,7 +52,7 @@ setup() {
   "$ENV_DIR/bin/python" -m pip install -q --upgrade pip "setuptools<82" wheel "cmake<4.2"
   # egl_probe, which LIBERO's package asks for, is compiled with cmake and written for an old one
   CMAKE_POLICY_VERSION_MINIMUM=3.5 PATH=$(cd "$ENV_DIR/bin" && pwd):$PATH \
-    "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,libero,gym,envpool,ray,lerobot,peft,vlm,deepspeed,dev]'
+    "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation -e '.[metaworld,libero,gym,envpool,ray,lerobot,peft,vlm,deepspeed,dev,docs]'
   echo "$want" > "$ENV_DIR/.clvla"
 }
 
@@ -74,7 +75,8 @@ case "$command" in
     say "the executed page is runs/page.ipynb; the results are in the run folder that it names" ;;
   test) setup; "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
     -o tmp_path_retention_policy=failed "$@" tests ;;
+  docs) setup; exec "$ENV_DIR/bin/python" docs/make_site.py "$@" ;;
   lab) setup; copy_pages
     exec "$ENV_DIR/bin/jupyter" lab --ServerApp.root_dir="$PWD" --LabApp.default_url=/lab/tree/runs/pages/run_cl.ipynb "$@" ;;
-  *) sed -n '2,9p' "$0" ; [ "$command" = help ] ;;
+  *) sed -n '2,10p' "$0" ; [ "$command" = help ] ;;
 esac

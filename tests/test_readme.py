@@ -85,6 +85,7 @@ def test_pasted_commands_work_in_their_order(run, project, small):
     want = hashlib.sha256((ROOT/"settings.ini").read_bytes()+(ROOT/"setup.py").read_bytes()).hexdigest()[:16]
     made = Path(sys.prefix)/".clvla"
     prepared = made.exists() and made.read_text().strip() == want   # by clvla.sh from these files, so that it installs nothing from the copy
+    if not prepared: (project/"runs").mkdir()   # clvla.sh makes it
     start = shlex.split(main) if prepared else ["papermill", "--log-output", "--no-progress-bar", "nbs/run_cl.ipynb", "runs/page.ipynb"]
     run(start+(["-p", "cl", "mir"] if small or not prepared else [])+small)
     for command in pages: run(shlex.split(command))

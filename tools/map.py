@@ -1,4 +1,4 @@
-"""Write nbs/map.ipynb: every page of the project with the line that says what it is, by folder. Called by tools/readme.py.
+"""Write nbs/map.ipynb: pages by what one wants to do, and every page by folder with the line that says what it is. Called by tools/readme.py.
 
     python tools/map.py
 """
@@ -14,6 +14,21 @@ ROOMS = {   # folder -> its heading
     "policies": "policies: the contract, heads, adapters", "policies/lerobot": "policies/lerobot", "policies/vlm": "policies/vlm: families on language models",
     "cl": "cl: methods against forgetting", "train": "train: imitation", "rl": "rl: practice", "crl": "crl: agents that learn by reward",
     "eval": "eval: metrics, intervals, episodes, figures", "run": "run: a run as a process", "command": "command: `clvla` from a terminal", "benchmarks": "Benchmarks"}
+
+WANTED = {   # what somebody wants to do -> the pages for it, the first one first
+    "see a policy forget, in two minutes": "tutorials/first_forgetting", "read a success matrix": "tutorials/read_a_matrix eval/00_metrics",
+    "train a policy along tasks": "run_cl guides/run_experiments train/01_trainer", "choose a method against forgetting": "cl/90_all claims benchmarks/mw5_family",
+    "understand one method": "cl/08_er cl/09_mir cl/10_ewc cl/13_lwf cl/14_packnet", "write an algorithm": "tutorials/own_algorithm cl/00_base cl/16_compose",
+    "bring a policy": "tutorials/own_policy policies/00_base", "bring data": "tutorials/own_data data/12_check data/05_layouts",
+    "bring a simulator": "tutorials/own_simulator envs/00_base", "bring an agent": "tutorials/own_agent crl/02_agent",
+    "compare runs": "compare eval/08_compare", "say whether a difference is shown": "audit eval/01_stats", "evaluate a checkpoint again": "eval_cl train/06_checkpoint_eval",
+    "let a policy practise": "run_rl rl/10_method rl/17_best_of_n rl/13_token_method", "train agents by reward": "run_crl crl/01_experiment crl/16_presets",
+    "use LIBERO": "guides/libero envs/libero/08_env benchmarks/libero_five", "use Meta-World": "envs/metaworld/00_tasks envs/metaworld/01_env",
+    "use Gymnasium, MiniGrid or games": "envs/gym/01_env envs/gym/05_games", "use LeRobot's data, policies or commands": "data/07_lerobot policies/lerobot/00_adapter run/18_lerobot",
+    "fine-tune a large model": "policies/vlm/08_pretrained policies/04_lora policies/vlm/10_sizes benchmarks/full_size", "use a GPU": "benchmarks/gpu rl/27_placement",
+    "use several processes or machines": "guides/several_machines run/04_ranks train/02_zero", "stop, go on and watch": "guides/stop_and_continue run/12_watch run/09_resume",
+    "start many runs": "run/14_sweep", "know what a machine lacks": "command/03_doctor", "play a trained policy on a robot": "train/14_robot",
+    "come from another library": "guides/coming_from cl/91_avalanche", "know what was measured": "claims"}
 
 
 def title(page):
@@ -36,6 +51,16 @@ def pages():
     return {room: found[room] for room in ROOMS if room in found}
 
 
+def wanted():
+    "A line for each thing that somebody wants to do; ValueError for a page that is not there."
+    def link(place):
+        if not (NBS/f"{place}.ipynb").exists(): raise ValueError(f"tools/map.py leads to nbs/{place}.ipynb, and there is no such page; correct WANTED")
+        name = title(NBS/f"{place}.ipynb")[0]
+        if "/" in place and not place.startswith(("tutorials", "guides")): name = re.sub(r"(^|/)\d+_", r"\1", place)   # several rooms have a page `base`
+        return f"[{name}]({place}.ipynb)"
+    return "\n".join(f"- {what}: {', '.join(map(link, places.split()))}" for what, places in WANTED.items())
+
+
 def notebook(texts):
     "Markdown cells as a notebook."
     cells = [dict(cell_type="markdown", id=f"map{k:05d}", metadata={}, source=text.splitlines(True)) for k, text in enumerate(texts)]
@@ -46,8 +71,9 @@ def notebook(texts):
 def main():
     there = pages()
     lines = lambda room: "\n".join(f"- [{title(p)[0]}]({p.relative_to(NBS).as_posix()}): {title(p)[1]}" for p in there[room])
-    texts = [f"# map\n> Every page, by folder, with the line that says what it is\n\n{sum(map(len, there.values()))} pages. "
+    texts = [f"# map\n> Pages by what you want to do, then every page by folder with the line that says what it is\n\n{sum(map(len, there.values()))} pages. "
              "In which order to read them: [what to read](guides/what_to_read.ipynb)."]
+    texts.append(f"## I want to ...\n\n{wanted()}")
     texts += [f"## {ROOMS[room]}\n\n{lines(room)}" for room in there]
     (NBS/"map.ipynb").write_text(notebook(texts), encoding="utf-8")
 
