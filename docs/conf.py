@@ -37,6 +37,6 @@ html_show_sphinx = html_show_copyright = False
 html_show_search_summary = False  # would be fetched, which a browser refuses for pages on the disk
 html_use_index = False
 html_domain_indices = False
-html_theme_options = dict(
-    light_css_variables={"font-stack": "system-ui, sans-serif"}, dark_css_variables={"font-stack": "system-ui, sans-serif"})
+FONT = {"font-stack": "system-ui, sans-serif"}
+html_theme_options = dict(light_css_variables=FONT, dark_css_variables=FONT)
 pygments_dark_style = "github-dark"

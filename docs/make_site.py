@@ -30,7 +30,10 @@ FRONT = [("index", "Start"), ("nbs/map", "All pages, by task"), ("nbs/claims", "
 COLOURED = re.compile(r"\x1b\[[\d;]*m")
 
 
-def all_pages(root): return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not any(s[0] in "._" for s in p.relative_to(root).parts))
+def hidden(path, root): return any(part[0] in "._" for part in path.relative_to(root).parts)
+
+
+def all_pages(root): return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not hidden(p, root))
 
 
 def put(path, content):
@@ -46,43 +49,45 @@ def stage(paths, root, folder):
     known |= {name.replace(".", "/"): place for place, page in notebooks.items() if (name := site_pages.module(page))}
     there = {f"nbs/{place}" for place in notebooks}
     for path in (root/"nbs").rglob("*"):   # pictures, records, parameters files that the pages link
-        if path.is_file() and path.suffix != ".ipynb" and not any(s[0] in "._" for s in path.relative_to(root).parts):
+        if path.is_file() and path.suffix != ".ipynb" and not hidden(path, root):
             put(folder/path.relative_to(root), path.read_bytes())
     for name in DOCUMENTS:
-        if (root/name).exists(): put(folder/name, site_pages.built((root/name).read_text(encoding="utf-8"), "index.ipynb", there, root))
+        if not (root/name).exists(): continue
+        put(folder/name, site_pages.built((root/name).read_text(encoding="utf-8"), "index.ipynb", there, root))
     for place, page in notebooks.items():
         if place != "index.ipynb": put(folder/"nbs"/place, json.dumps(site_pages.for_site(place, page, known, root)))
-    modules = stage_api(notebooks, root, folder)
+    stage_api(notebooks, root, folder)
     put(folder/"gallery.md", gallery(notebooks, folder))
     put(folder/"index.md", front(root, notebooks))
     staged = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*") if p.suffix in (".md", ".ipynb")}
-    put(folder/"rooms.json", json.dumps(dict(map="nbs/map" if "nbs/map" in staged else None, rooms=rooms(notebooks, modules),
+    put(folder/"rooms.json", json.dumps(dict(rooms=rooms(notebooks), map="nbs/map" if "nbs/map" in staged else None,
                                              front=[entry for entry in FRONT if entry[0] in staged])))
 
 
 def title(page):
     "Heading and line of a notebook."
-    found = re.search(r"# (.+)\n+> (.+)", next((site_pages.text(c) for c in page["cells"] if c["cell_type"] == "markdown"), ""))
+    first = next((site_pages.text(c) for c in page["cells"] if c["cell_type"] == "markdown"), "")
+    found = re.search(r"# (.+)\n+> (.+)", first)
     return (found[1].strip(), found[2].strip()) if found else ("", "")
 
 
 def stage_api(notebooks, root, folder):
-    "A page for each exported module, and a list of them; module -> its notebook."
+    "A page for each exported module, and a list of them."
     modules = {name: place for place, page in notebooks.items() if (name := site_pages.module(page))}
     for name, place in modules.items():
         source = root/"clvla"/(name.replace(".", "/")+".py")
         if not source.exists(): source = source.with_suffix("")/"__init__.py"
-        put(folder/f"api/{name}.md", api.module_page(f"clvla.{name}", source.read_text(encoding="utf-8"), f"../nbs/{place}", *title(notebooks[place])))
+        said = api.module_page(f"clvla.{name}", source.read_text(encoding="utf-8"), f"../nbs/{place}", *title(notebooks[place]))
+        put(folder/f"api/{name}.md", said)
     lines, room = ["# API\n> Each module with its functions, classes, parameters and their defaults"], None
     for name, place in sorted(modules.items(), key=lambda m: (m[1].rsplit("/", 1)[0], m[1])):
         if room != (room := "/".join(place.split("/")[:-1]) or "clvla"): lines.append(f"\n## {room}\n")
         lines.append(f"- [clvla.{name}]({name}.md): {title(notebooks[place])[1]}")
     put(folder/"api/index.md", "\n".join(lines)+"\n")
-    return modules
 
 
-def rooms(notebooks, modules):
-    "Rooms of the side bar in the order of the map: name, heading on the map, pages; and the API's modules."
+def rooms(notebooks):
+    "Rooms of the side bar in the order of the map: name, heading on the map, pages."
     found = {}
     for place, page in notebooks.items():
         if place in ("index.ipynb", "map.ipynb"): continue
@@ -90,8 +95,7 @@ def rooms(notebooks, modules):
         found.setdefault(room, []).append((f"nbs/{place.removesuffix('.ipynb')}", title(page)[0]))
     ordered = [room for room in page_map.ROOMS if room in found]
     short = lambda room: page_map.ROOMS[room] if room in (".", "tutorials", "guides", "benchmarks") else room
-    listed = [dict(name=short(room), heading=page_map.ROOMS[room], pages=found[room]) for room in ordered]
-    return listed
+    return [dict(name=short(room), heading=page_map.ROOMS[room], pages=found[room]) for room in ordered]
 
 
 def gallery(notebooks, folder):
@@ -99,7 +103,7 @@ def gallery(notebooks, folder):
     lines = ["# Gallery\n> Films and success matrices that pages made; each picture leads to its page\n"]
     films, matrices, simulators = [], [], []
     if (folder/"nbs/images/front.gif").exists() and "benchmarks/front.ipynb" in notebooks:
-        films.append(("nbs/images/front.gif", "benchmarks/front.ipynb", "A policy at five tasks, after it has learnt them one after another with replay"))
+        films.append(("nbs/images/front.gif", "benchmarks/front.ipynb", title(notebooks["benchmarks/front.ipynb"])[1]))
     for place, page in notebooks.items():
         for k, (said, kind, data) in enumerate(site_pages.pictures(page)):
             name = f"gallery/{place.removesuffix('.ipynb').replace('/', '-')}-{k}.{kind}"
@@ -110,7 +114,8 @@ def gallery(notebooks, folder):
         if not of: continue
         lines.append(f"## {heading}\n\n````{{container}} gallery")
         for name, place, said in of:
-            lines.append(f"```{{container}} picture\n[![{said}]({name})](nbs/{place})\n\n{title(notebooks[place])[0]}: {said}\n```")
+            name_of_page = title(notebooks[place])[0]
+            lines.append(f"```{{container}} picture\n[![{said}]({name})](nbs/{place})\n\n{name_of_page}: {said}\n```")
         lines.append("````\n")
     return "\n".join(lines)
 
@@ -118,12 +123,14 @@ def gallery(notebooks, folder):
 def front(root, notebooks):
     "The first page: docs/front.md, with what nbs/index.ipynb says."
     from readme import from_root
-    index = [from_root(site_pages.text(c)) for c in site_pages.read(root/"nbs/index.ipynb")["cells"] if c["cell_type"] == "markdown"]
+    cells = site_pages.read(root/"nbs/index.ipynb")["cells"]
+    index = [from_root(site_pages.text(c)) for c in cells if c["cell_type"] == "markdown"]
     lead = re.search(r"^> (.+)", index[0], re.M)[1]
     head, code, behind = re.match(r"(.*?)(```python\n.*?```)(.*)", index[1], re.S).groups()
     read_first = re.search(r"\*\*Read\*\*.*?;", "\n".join(index), re.S)[0]
     first = re.findall(r"\[([^\]]+)\]\(nbs/([^)]+\.ipynb)\)", read_first)
-    hour = "\n".join(f"1. [{said}](nbs/{place}): {title(notebooks[place])[1]}" for said, place in first if place in notebooks)
+    hour = "\n".join(f"1. [{said}](nbs/{place}): {title(notebooks[place])[1]}"
+                     for said, place in first if place in notebooks)
     words = dict(lead=lead, code=code, hour=hour, pictures=head.strip(), rest="\n\n".join([behind.strip(), *index[2:]]))
     said = re.sub(r"<<(\w+)>>", lambda m: words[m[1]], (HERE/"front.md").read_text(encoding="utf-8"))
     return site_pages.built(said, "index.ipynb", {f"nbs/{place}" for place in notebooks}, root)
@@ -143,7 +150,7 @@ class Links(HTMLParser):
 
 
 def wrong_links(out, told=()):
-    "One line for each link of the built pages that leads nowhere, except those in `told`, and for each thing that is loaded from another host."
+    "One line for each link of the built pages that leads nowhere, but those in `told`, and for what another host would send."
     found = {}
     for path in sorted(out.rglob("*.html")):
         found[path] = Links()
@@ -157,12 +164,13 @@ def wrong_links(out, told=()):
             place, _, anchor = unquote(url).partition("#")
             target = (path.parent/place.split("?")[0]).resolve() if place.split("?")[0] else path
             if not target.exists(): yield f"{name} links to {url}, and there is no such file"
-            elif anchor and target in found and anchor not in found[target].anchors: yield f"{name} links to {url}, and that page has no such heading"
+            elif anchor and target in found and anchor not in found[target].anchors:
+                yield f"{name} links to {url}, and that page has no such heading"
 
 
-WARNED = (   # of what Sphinx warns -> what the page does with its target, and what is not there; None: `wrong_links` says it
-    (r"'myst' cross-reference target not found: '([^']*)'", "links to", "page"), (r"image file not readable: (\S+)", "shows", "file"),
-    (r"local id not found in doc", None, None))
+WARNED = (   # a warning of Sphinx -> what the page does with its target, and what is not there; None: `wrong_links` says it
+    (r"'myst' cross-reference target not found: '([^']*)'", "links to", "page"),
+    (r"image file not readable: (\S+)", "shows", "file"), (r"local id not found in doc", None, None))
 
 
 def complaints(said, folder):
@@ -173,7 +181,9 @@ def complaints(said, folder):
         found = next(((m, does, what) for pattern, does, what in WARNED if (m := re.match(pattern, warning))), None)
         if found is None:
             if line.strip(): yield line.replace(f"{folder}/", ""), None
-        elif found[1]: yield f"{page} {found[1]} {found[0][1]}, and there is no such {found[2]}", (page.rsplit(".", 1)[0], found[0][1])
+        elif found[1]:
+            target = found[0][1]
+            yield f"{page} {found[1]} {target}, and there is no such {found[2]}", (page.rsplit(".", 1)[0], target)
 
 
 def build(paths=None, out=None, root=ROOT, jobs=None):
@@ -188,7 +198,8 @@ def build(paths=None, out=None, root=ROOT, jobs=None):
         stage([Path(p).resolve() for p in paths] if paths else all_pages(root), root, source)
         said = io.StringIO()
         with patch_docutils(HERE), docutils_namespace():   # a second site in the same process begins as the first one did
-            Sphinx(source, HERE, work/"html", work/"doctrees", "html", status=None, warning=said, parallel=jobs or os.cpu_count()).build()
+            Sphinx(source, HERE, work/"html", work/"doctrees", "html", status=None, warning=said,
+                   parallel=jobs or os.cpu_count()).build()
         shutil.move(work/"html", out)
         warned = dict(complaints(said.getvalue(), source))
         return [*warned, *wrong_links(out, set(warned.values()))]
@@ -207,7 +218,8 @@ def main(argv=None):
     for line in wrong: print(line, file=sys.stderr)
     if wrong: raise SystemExit(f"the site has {len(wrong)} faults, named above; correct the pages that they are of")
     size = sum(p.stat().st_size for p in Path(args.out).rglob("*") if p.is_file())
-    print(f"{sum(1 for _ in Path(args.out).rglob('*.html'))} pages, {size/1e6:.0f} MB, in {time.monotonic()-began:.0f} s: open {Path(args.out)/'index.html'}")
+    n = len(list(Path(args.out).rglob("*.html")))
+    print(f"{n} pages, {size/1e6:.0f} MB, in {time.monotonic()-began:.0f} s: open {Path(args.out)/'index.html'}")
 
 
 if __name__ == "__main__": main()

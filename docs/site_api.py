@@ -1,4 +1,4 @@
-"A page of Markdown for each exported module: functions, classes and methods with their docstrings and docments, read without importing anything."
+"A page of Markdown for each exported module: functions, classes and methods with docstrings and docments; nothing is imported."
 import ast
 import io
 import textwrap
@@ -7,7 +7,8 @@ import tokenize
 
 def comments(source):
     "Line -> the comment at its end."
-    return {t.start[0]: t.string.lstrip("# ").strip() for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT}
 
 
 def cell(text):
@@ -24,7 +25,8 @@ def code(node): return f"`{cell(EMPTY.get(text := ast.unparse(node), text))}`" i
 def table(rows, notes):
     "Rows of name, type, default, line as a table; nothing without rows."
     if not rows: return ""
-    lines = [f"| `{name}` | {code(kind)} | {code(default)} | {cell(plain(notes.get(line, '')))} |" for name, kind, default, line in rows]
+    lines = [f"| `{name}` | {code(kind)} | {code(default)} | {cell(plain(notes.get(line, '')))} |"
+             for name, kind, default, line in rows]
     return "\n".join(["| parameter | type | default | |", "|---|---|---|---|", *lines])+"\n"
 
 
@@ -39,22 +41,24 @@ def parameters(f):
     a = f.args
     given = [*a.posonlyargs, *a.args]
     defaults = [None]*(len(given)-len(a.defaults))+a.defaults
-    rows = list(zip(given, defaults))+([(a.vararg, None)] if a.vararg else [])+list(zip(a.kwonlyargs, a.kw_defaults))+([(a.kwarg, None)] if a.kwarg else [])
+    rows = [*zip(given, defaults), (a.vararg, None), *zip(a.kwonlyargs, a.kw_defaults), (a.kwarg, None)]
     stars = {id(a.vararg): "*", id(a.kwarg): "**"}
     return [(stars.get(id(arg), "")+arg.arg, arg.annotation, default, arg.end_lineno if default is None else default.end_lineno)
-            for arg, default in rows if arg.arg not in ("self", "cls")]
+            for arg, default in rows if arg and arg.arg not in ("self", "cls")]
 
 
 def signature(f, name=None):
     "A call with its parameters, types and defaults, in lines of 90 columns."
     given = ", ".join(one(*row) for row in parameters(f))
     returns = f" -> {ast.unparse(f.returns)}" if f.returns is not None else ""
-    lines = textwrap.wrap(f"{name or f.name}({given}){returns}", 90, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(f"{name or f.name}({given}){returns}", 90, subsequent_indent="    ", break_long_words=False,
+                          break_on_hyphens=False)
     return "```python\n"+"\n".join(lines)+"\n```\n"
 
 
 def one(name, kind, default, _):
-    return name+(f": {ast.unparse(kind)}" if kind is not None else "")+(f"={ast.unparse(default)}" if default is not None else "")
+    given = f"={ast.unparse(default)}" if default is not None else ""
+    return name+(f": {ast.unparse(kind)}" if kind is not None else "")+given
 
 
 def patched(f):
@@ -68,7 +72,8 @@ def patched(f):
 def function(f, notes, level, name=None):
     returned = notes.get(f.returns.end_lineno, "") if f.returns is not None else ""
     said = ast.get_docstring(f) or ""
-    parts = [f"{'#'*level} {name or f.name}", signature(f, (name or f.name).split(".")[-1]), plain(said), table(parameters(f), notes)]
+    name = name or f.name
+    parts = [f"{'#'*level} {name}", signature(f, name.split(".")[-1]), plain(said), table(parameters(f), notes)]
     if returned: parts.append(f"Returns {plain(returned)}")
     return "\n\n".join(p for p in parts if p)
 
@@ -81,7 +86,8 @@ FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 def fields(c):
     "Annotated fields of a class, as a dataclass has them."
-    return [(n.target.id, n.annotation, n.value, n.end_lineno) for n in c.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+    return [(n.target.id, n.annotation, n.value, n.end_lineno)
+            for n in c.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
 
 
 def klass(c, notes, more):
@@ -91,7 +97,8 @@ def klass(c, notes, more):
     methods = [n for n in c.body if isinstance(n, FUNCTIONS)]
     init = [m for m in methods if m.name == "__init__"]
     parts += [signature(m, c.name)+"\n"+table(parameters(m), notes) for m in init] or [table(fields(c), notes)]
-    parts += [function(m, notes, 3, f"{c.name}.{m.name}") for m in [*methods, *more] if public(m) and (ast.get_docstring(m) or parameters(m))]
+    shown = [m for m in [*methods, *more] if public(m) and (ast.get_docstring(m) or parameters(m))]
+    parts += [function(m, notes, 3, f"{c.name}.{m.name}") for m in shown]
     return "\n\n".join(p for p in parts if p)
 
 

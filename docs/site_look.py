@@ -1,4 +1,4 @@
-"Sphinx extension of the site: formulas as MathML, a side bar of rooms, titles of search results, and one local plotly.js and font."
+"Sphinx extension of the site: formulas as MathML, a side bar of rooms, titles of search results, one plotly.js, one font."
 import json
 import re
 from html import escape
@@ -54,7 +54,8 @@ def side_bar(app, page, pathto):
     for room in found["rooms"]:
         inside = ""
         if any(name == page for name, _ in room["pages"]):
-            inside = "<ul>"+"".join(item(pathto(name), text, 2, here=name == page) for name, text in room["pages"])+"</ul>"
+            own = "".join(item(pathto(name), text, 2, here=name == page) for name, text in room["pages"])
+            inside = f"<ul>{own}</ul>"
         link = pathto(room["pages"][0][0]) if on_map is None else f"{on_map}#{nodes.make_id(room['heading'])}"
         lines.append(item(link, room["name"], 1, inside))
     return f"<ul>{''.join(lines)}</ul>"
@@ -84,7 +85,7 @@ FONT = "STIXTwoMath-Regular.ttf"
 
 
 def one_for_all(app, error):
-    "What the whole site shares, out of installed packages: plotly.js, which site.js loads when a figure comes near the screen, and the font of formulas."
+    "What the whole site shares, out of installed packages: plotly.js, which site.js loads for a figure, and the font of formulas."
     if error: return
     from plotly.offline import get_plotlyjs
     static = Path(app.outdir)/"_static"

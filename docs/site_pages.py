@@ -1,4 +1,4 @@
-"What the site does to a notebook before Sphinx reads it: facts below its heading, figures that can be drawn, imports folded, directives left out."
+"What the site does to a notebook before Sphinx reads it: facts below its heading, figures to draw, folded imports."
 import ast
 import base64
 import json
@@ -14,11 +14,13 @@ DIRECTIVE = re.compile(r"^#\|.*\n?", re.M)
 MENTION = re.compile(r"\*([\w/]+)\*")
 MENTIONS = re.compile(r"(\bpages? )((?:\*[\w/]+\*(?:, | and )?)+)")
 # what an extra is imported as, where that is not the name of its first package
-IMPORTED = dict(libero="libero robosuite bddl", metaworld="metaworld", gym="gymnasium minigrid", vlm="transformers torchvision", lerobot="lerobot diffusers",
-                minihack="minihack nle", sb3="stable_baselines3", docs="sphinx", dev="playwright")
+IMPORTED = dict(libero="libero robosuite bddl", metaworld="metaworld", gym="gymnasium minigrid",
+                vlm="transformers torchvision", lerobot="lerobot diffusers", minihack="minihack nle", sb3="stable_baselines3", docs="sphinx", dev="playwright")
 # what a page's own lines, strings above all, ask of a simulator or a library that is imported elsewhere
-ASKED = dict(metaworld=r"""["'](?:mw\d|mw_(?!state)|mt\d|cw\d|metaworld)""", libero=r"""["']libero""", gym=r"""["'](?:minigrid|gym:)""",
-             envpool=r"""["'](?:procgen|atari|climber|fruitbot|miner_|mw_state|minigrid_engine)""", minihack=r"""["']minihack""",
+ASKED = dict(metaworld=r"""["'](?:mw\d|mw_(?!state)|mt\d|cw\d|metaworld)""", libero=r"""["']libero""",
+             gym=r"""["'](?:minigrid|gym:)""",
+             envpool=r"""["'](?:procgen|atari|climber|fruitbot|miner_|mw_state|minigrid_engine)""",
+             minihack=r"""["']minihack""",
              lerobot=r"""["']lerobot-""", vlm=r"""["'](?:qwen|paligemma|llamaoft|neurovla)""")
 ROOMS = {"envs/metaworld": "metaworld", "envs/libero": "libero", "envs/gym": "gym", "policies/lerobot": "lerobot", "policies/vlm": "vlm"}
 TIMES = dict(run_cl="90 seconds on two cores as it stands", run_rl="minutes on two cores", run_crl="minutes on two cores")
@@ -84,7 +86,8 @@ def seconds():
 def reading():
     "Page -> minutes of reading, from the table of guides/what_to_read."
     found = {}
-    for row in re.findall(r"^\| (\[.*) \|.*\| ([\d, -]*) \|$", "\n".join(map(text, read(ROOT/"nbs/guides/what_to_read.ipynb")["cells"])), re.M):
+    told = "\n".join(map(text, read(ROOT/"nbs/guides/what_to_read.ipynb")["cells"]))
+    for row in re.findall(r"^\| (\[.*) \|.*\| ([\d, -]*) \|$", told, re.M):
         links = re.findall(r"\]\(\.\./([^)]+\.ipynb)\)", row[0])
         times = [t.strip() for t in row[1].split(",")]
         if len(links) == len(times): found |= {link: int(t) for link, t in zip(links, times) if t.isdigit()}
@@ -101,7 +104,8 @@ def facts(place, page):
     if code and (needs or not kind): parts.append(f"Extras: {needs or 'none'}.")
     if code: parts.append("Needs a GPU." if place == "benchmarks/gpu.ipynb" else "No GPU needed.")
     if time := TIMES.get(place.removesuffix(".ipynb")): parts.append(f"Takes {time}.")
-    elif kind == "benchmark" and place.startswith("benchmarks/"): parts.append("A measurement of minutes to hours: what it gave is kept below.")
+    elif kind == "benchmark" and place.startswith("benchmarks/"):
+        parts.append("A measurement of minutes to hours: what it gave is kept below.")
     elif place in seconds(): parts.append(f"Runs in {seconds()[place]:.0f} seconds on one core.")
     if place in reading(): parts.append(f"Read in about {reading()[place]} minutes.")
     if not code: parts.append("Nothing to run.")
@@ -159,13 +163,14 @@ def with_facts(source, place, page):
 
 
 def code_cells(cell):
-    """What a code cell becomes, without directives; nothing for a hidden one. `folded` is the line that stands for code that a reader may pass over: imports
-    alone, the rarely needed parameters of an experiment page, and the lines of a table that is shown below."""
+    """What a code cell becomes, without directives; nothing for a hidden one. `folded` is the line that stands for code that a
+    reader may pass over: imports, the rarely needed parameters of an experiment page, the lines of a table that is shown below."""
     if re.search(r"^#\| *(hide|default_exp)\b", text(cell), re.M): return []
     source, *rare = re.split(r"\n(?=_\w+ = \"\"\"\n)", DIRECTIVE.sub("", text(cell)).strip("\n"))
     outputs = [shown(o) for o in cell.get("outputs", [])]
-    told = [dict(cell_type="markdown", source="".join(o["data"]["text/markdown"])) for o in outputs if "text/markdown" in o.get("data", {})]
-    folded = "The lines of this table" if told and '"""' in source else "Imports" if only_imports(source) and not outputs else None
+    told = [dict(cell_type="markdown", source="".join(o["data"]["text/markdown"]))   # as a text of the page, its links are checked
+            for o in outputs if "text/markdown" in o.get("data", {})]
+    folded = "Imports" if only_imports(source) and not outputs else "The lines of this table" if told and '"""' in source else None
     kept = [o for o in outputs if "text/markdown" not in o.get("data", {})]
     first = [dict(cell_type="code", source=source, outputs=kept, folded=folded)] if source else []
     return first+[dict(cell_type="code", source=more, outputs=[], folded="All other parameters") for more in rare]+told
@@ -175,20 +180,26 @@ def for_site(place, page, known, root):
     "A notebook as Sphinx gets it; neighbours that only import are one cell. `known`: name -> place of the site's pages."
     there, cells = set(known.values()), []
     for cell in page["cells"]:
-        new = [dict(cell, source=with_facts(text(cell), place, page))] if cell["cell_type"] == "markdown" else code_cells(cell)
-        if new and cells and new[0].get("folded") == cells[-1].get("folded") == "Imports": cells[-1]["source"] += "\n"+new.pop(0)["source"]
+        markdown = cell["cell_type"] == "markdown"
+        new = [dict(cell, source=with_facts(text(cell), place, page))] if markdown else code_cells(cell)
+        if new and cells and new[0].get("folded") == cells[-1].get("folded") == "Imports":
+            cells[-1]["source"] += "\n"+new.pop(0)["source"]
         cells += new
-    return dict(cells=[clean(k, cell, place, known, there, root) for k, cell in enumerate(cells)], nbformat=4, nbformat_minor=5, metadata=dict(
-        kernelspec=dict(name="python3", language="python", display_name="python3"), language_info=dict(name="python", pygments_lexer="python")))
+    meta = dict(kernelspec=dict(name="python3", language="python", display_name="python3"),
+                language_info=dict(name="python", pygments_lexer="python"))
+    cells = [clean(k, cell, place, known, there, root) for k, cell in enumerate(cells)]
+    return dict(cells=cells, metadata=meta, nbformat=4, nbformat_minor=5)
 
 
 def clean(k, cell, place, known, there, root):
     "A cell with what the format of notebooks knows, and nothing else."
     if cell["cell_type"] == "markdown":
-        return dict(cell_type="markdown", id=f"cell-{k}", metadata={}, source=linked(built(cell["source"], place, there, root), place, known))
+        source = linked(built(cell["source"], place, there, root), place, known)
+        return dict(cell_type="markdown", id=f"cell-{k}", metadata={}, source=source)
     folded = cell["folded"]
     meta = dict(tags=["hide-input"], mystnb=dict(code_prompt_show=folded, code_prompt_hide=folded)) if folded else {}
-    return dict(cell_type="code", id=f"cell-{k}", metadata=meta, source=cell["source"], outputs=cell["outputs"], execution_count=None)
+    return dict(cell_type="code", id=f"cell-{k}", metadata=meta, source=cell["source"], outputs=cell["outputs"],
+                execution_count=None)
 
 
 def name_of(place):

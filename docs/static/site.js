@@ -1,4 +1,5 @@
-// Shows the open page in the side bar, and draws each Plotly figure when it comes near the screen, in the colours of the page; until then its static picture stands there.
+// Shows the open page in the side bar, and draws each Plotly figure when it comes near the screen, in the colours of the
+// page; until then its static picture stands there.
 (function () {
   const here = document.currentScript.src.replace(/site\.js.*/, "");
   let loading;
