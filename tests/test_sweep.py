@@ -132,6 +132,7 @@ WRONG = {
     "a line": ("list: [er]\n", [], "entry 0 (er): found 'er' (str), expected a dict", ""),
     "an experiment": ("experiment: run_cll\nlist: [{}]\n", [], "unknown experiment 'run_cll'; did you mean 'run_cl'?", ""),
     "no run to evaluate": ("experiment: eval_cl\nlist: [{run_dir: nowhere}]\n", [], "entry 0 (nowhere): nowhere is no run folder", ""),
+    "a disk": ("experiment: run_crl\nlist: [{algo: clear, file: true, frames: 1000000000000, suite: {base: dot_2, env: {discrete: true}}}]\n", [], "entry 0 (clear-file-True-", "its disk has"),
     "a number": ("grid: {seed: 0..1}\n", ["--only", "2"], "only: found 2, expected numbers of entries, 0 to 1", ""),
     "an engine": ("grid: {seed: 0..1}\n", ["--engine", "slrum"], "unknown engine 'slrum'; did you mean 'slurm'?", ""),
     "a file and a grid": ("grid: {seed: 0..1}\n", ["--grid", "seed=1"], "expected a file or a grid, found both", ""),
