@@ -59,7 +59,7 @@ setup() {
 copy_pages() {   # what a user runs and saves is a copy, so that no tracked page changes
   local page copy
   mkdir -p runs/pages
-  for page in run_cl run_rl run_crl eval_cl compare audit; do
+  for page in run_cl run_rl run_crl eval_cl compare audit sweep; do
     copy=runs/pages/$page.ipynb
     if [ ! -e "$copy" ]; then cp "nbs/$page.ipynb" "$copy"
     elif [ "nbs/$page.ipynb" -nt "$copy" ]; then say "$copy is older than nbs/$page.ipynb; remove it to get the newer page"; fi

@@ -126,7 +126,7 @@ def test_lab_opens_copies_and_passes_its_options_on(tmp_path):
     "Options reach Jupyter, Jupyter takes the script's place (a signal ends it), and no tracked page is opened."
     (tmp_path/"nbs").mkdir()
     (tmp_path/"env/bin").mkdir(parents=True)
-    for name in ("clvla.sh", "settings.ini", "setup.py", *(f"nbs/{p}.ipynb" for p in (*SETTINGS, "eval_cl", "compare"))):
+    for name in ("clvla.sh", "settings.ini", "setup.py", *(f"nbs/{p}.ipynb" for p in (*SETTINGS, "eval_cl", "compare", "audit", "sweep"))):
         shutil.copy(ROOT/name, tmp_path/name)
     want = hashlib.sha256((ROOT/"settings.ini").read_bytes()+(ROOT/"setup.py").read_bytes()).hexdigest()[:16]
     (tmp_path/"env/.clvla").write_text(want+"\n")
@@ -138,4 +138,4 @@ def test_lab_opens_copies_and_passes_its_options_on(tmp_path):
     words = p.communicate(timeout=60)[0].split()
     assert words[0] == str(p.pid) and words[1] == "lab" and words[-3:] == ["--no-browser", "--port", "9"]
     assert f"--ServerApp.root_dir={tmp_path}" in words and any(w.endswith("/lab/tree/runs/pages/run_cl.ipynb") for w in words)
-    assert sorted(p.stem for p in (tmp_path/"runs/pages").iterdir()) == sorted([*SETTINGS, "eval_cl", "compare"])
+    assert sorted(p.stem for p in (tmp_path/"runs/pages").iterdir()) == sorted([*SETTINGS, "eval_cl", "compare", "audit", "sweep"])

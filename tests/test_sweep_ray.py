@@ -42,7 +42,7 @@ def swept(tmp_path_factory, shared_data):
     folder = tmp_path_factory.mktemp("ray")
     (folder/"s.yaml").write_text(json.dumps(dict(shared=SHARED | dict(data_dir=str(shared_data), save_every=4), grid=dict(seed="0..2"))))
     env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]))
-    return folder, subprocess.run([sys.executable, "-c", CODE], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    return folder, subprocess.run([sys.executable, "-c", CODE], cwd=folder, env=env, capture_output=True, text=True, timeout=400)
 
 
 def test_all_are_done_and_nothing_ran_twice_to_its_end(swept):
@@ -60,6 +60,6 @@ def test_the_lost_one_is_its_twin_alone(swept, shared_data):
     queue = Queue.open(folder/"runs/s")
     lost = next(e.number for e in queue.entries if queue.claims(e).newest == 2)
     words = [w for k,v in (SHARED | dict(data_dir=str(shared_data))).items() for w in (f"--{k}", str(v))]
-    done = subprocess.run([*CLVLA, "run", *words, "--seed", str(lost), "--run_dir", str(folder/"twin")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*CLVLA, "run", *words, "--seed", str(lost), "--run_dir", str(folder/"twin")], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert fingerprint(folder/"twin") == fingerprint(queue.run_dir(queue.entries[lost]))

@@ -18,7 +18,7 @@ CLVLA = [sys.executable, "-c", "import sys; from clvla.command.main import main;
 SHARED = dict(suite="dot_2", n_demos=2, steps_per_task=32, n_trials=1, threads=1, n_workers=1, cl="er")
 
 
-def until(true, seconds=120., said=lambda: ""):
+def until(true, seconds=240., said=lambda: ""):
     deadline = time.monotonic()+seconds
     while not true():
         assert time.monotonic() < deadline, said()
@@ -46,7 +46,7 @@ def swept(tmp_path_factory, shared_data):
         shell, = [p for step in slurm_nodes.steps_of("n0", env) for p in descendants(step, deep=False)]
         os.kill(shell, signal.SIGTERM)   # to the batch shell alone, as SLURM does before a task's time is over
         again = subprocess.run([*CLVLA, "sweep", "s.yaml", "--engine", "slurm", "--dry_run", "--json"], cwd=folder, env=env, capture_output=True, text=True)
-        out = sweep.communicate(timeout=240)[0]
+        out = sweep.communicate(timeout=400)[0]
         jobs = json.loads((folder/"runs/s/slurm/job.json").read_text())
     return folder, sweep.returncode, out, lost, asked, again, jobs, log()
 
@@ -72,7 +72,7 @@ def test_each_is_its_twin_alone(swept, shared_data):
     folder, _, _, lost, asked, *_ = swept
     words = [w for k,v in (SHARED | dict(data_dir=str(shared_data))).items() for w in (f"--{k}", str(v))]
     for seed in (lost, asked):
-        done = subprocess.run([*CLVLA, "run", *words, "--seed", str(seed), "--run_dir", str(folder/f"twin{seed}")], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*CLVLA, "run", *words, "--seed", str(seed), "--run_dir", str(folder/f"twin{seed}")], capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
         assert fingerprint(folder/f"twin{seed}") == fingerprint(folder/f"runs/s/00{seed}-s{seed}")
 

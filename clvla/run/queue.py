@@ -7,7 +7,7 @@ __all__ = ['Entry', 'State', 'Queue', 'state_of', 'may_take', 'remember', 'take_
            'follow_child', 'outcome_of', 'do_entry', 'work']
 
 # %% ../../nbs/run/21_queue.ipynb #d3595a02
-import os, re, threading, time
+import os, threading, time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -6,7 +6,7 @@
 __all__ = ['OURS', 'SECONDS', 'BODY', 'check_options', 'ranges', 'script', 'slurm_says', 'job_of', 'submit', 'slurm']
 
 # %% ../../nbs/run/23_slurm.ipynb #0a09d9f1
-import json, re, shlex, shutil, subprocess, sys, time
+import re, shlex, shutil, subprocess, sys, time
 from pathlib import Path
 from ..core.files import read_json, write_atomic, write_json
 from .engines import Plan
