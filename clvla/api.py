@@ -8,16 +8,18 @@ __all__ = ['Measured', 'Result', 'open_run', 'result_of', 'train', 'practice', '
 
 # %% ../nbs/00_api.ipynb #c73a1dcf
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
+from fastcore.basics import patch
 from .crl.config import AgentConfig
-from .crl.curves import draw
-from .crl.learner import curves_of
-from .eval.compare import (CompareConfig, baseline_of, difference_points, find_runs, group, paired_table, summary,
+from .crl.curves import draw, seeds_table, together
+from .crl.learner import curves_from, curves_of
+from .eval.compare import (CompareConfig, baseline_of, cost_table, difference_points, find_runs, group, mean_lines, metric_points, paired_table, summary,
                                 wide)
 from .eval.metrics import SuccessMatrix
-from .eval.plots import heatmap, metrics_table
+from .eval.plots import heatmap, metrics_table, report_html
 from .rl.config import PracticeConfig
 from .run.all import checks
 from .run.config import make_config, resolve
@@ -130,23 +132,63 @@ class Comparison:
     "Groups of runs that differ in their seed alone, side by side (page *eval/compare*)."
     groups:dict   # label -> runs
     baseline:str  # label of the group that the others are paired with
+    n_boot:int = 2000 # bootstrap draws
+    seed:int = 0      # of the bootstrap
 
+    @cached_property
+    def summary(self)->pd.DataFrame: return summary(self.groups, n_boot=self.n_boot, seed=self.seed)   # a row for each group and metric
     @property
-    def table(self)->pd.DataFrame: return wide(summary(self.groups))   # a row for each group, metrics with intervals
-    @property
-    def paired(self)->pd.DataFrame: return paired_table(self.groups, self.baseline)   # each group minus the baseline
+    def table(self)->pd.DataFrame: return wide(self.summary)   # a row for each group, metrics with intervals
+    @cached_property
+    def paired(self)->pd.DataFrame: return paired_table(self.groups, self.baseline, self.n_boot, self.seed)   # each group minus the baseline
     def figure(self)->go.Figure: return difference_points(self.paired, self.baseline)
     def _repr_html_(self)->str: return self.table.to_html()
 
 def compare(
     *runs,           # `Result`s, evaluations, folders, or glob patterns as "runs/mw5-*"
     by="algo",       # settings that tell groups apart, a list or with commas
-    baseline:str=""  # a group; "": sequential where there is one, else the first
+    baseline:str="", # a group; "": sequential where there is one, else the first
+    **boot           # n_boot and seed, of the intervals
 )->Comparison:
     "Put runs side by side; ValueError where they are not comparable."
     cfg = CompareConfig(runs=[str(path_of(run)) for run in runs], by=by, baseline=baseline)
     groups = group(find_runs(cfg.runs), cfg.keys)
-    return Comparison(groups, baseline_of(groups, cfg.baseline))
+    return Comparison(groups, baseline_of(groups, cfg.baseline), **boot)
+
+# %% ../nbs/00_api.ipynb #53a16602
+@patch
+def of_agents(self:Comparison)->dict:
+    "Label -> curves of a group's finished runs of agents, over its seeds."
+    of = {name: [r for r in rs if r.finished and r.config.get("learner") == "agent"] for name,rs in self.groups.items()}
+    return {name: together([curves_from(r) for r in rs]) for name,rs in of.items() if rs}
+
+@patch
+def matrices(self:Comparison)->dict:
+    "Heading -> the matrix of each group's first seed."
+    return {f"Matrix: {name}, seed {rs[0].config['seed']}": heatmap(rs[0].matrix, name) for name,rs in self.groups.items()}
+
+@patch
+def forgotten(self:Comparison)->dict:
+    "Heading -> what agents forget, and their curves; {} where there is no agent."
+    if not (curves := self.of_agents()): return {}
+    measures = {"What agents forget": seeds_table(curves).T.reset_index(names="measure")}
+    return measures | {f"Curves: {name}": draw(c, f"{name}: return of each task's evaluation") for name,c in curves.items()}
+
+@patch
+def parts(self:Comparison)->dict:
+    "Heading -> figure or table, of everything."
+    return {"All metrics": self.table.reset_index(), "Success at the end": metric_points(self.summary),
+            "Backward transfer": metric_points(self.summary, "BWT"), "Over the stream": mean_lines(self.groups),
+            "Paired with the baseline": self.paired, "Differences": self.figure(), **self.matrices(), **self.forgotten(),
+            "Cost, seconds": cost_table(self.groups)}
+
+@patch
+def report(self:Comparison,
+    path # HTML file to write
+)->Path:
+    "Everything in one file, to be opened without a network."
+    report_html(path, self.parts(), "Comparison")
+    return Path(path)
 
 # %% ../nbs/00_api.ipynb #d524ab95
 def load_policy(

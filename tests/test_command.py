@@ -110,8 +110,7 @@ def test_a_file_gives_what_is_not_said(er, home, capsys):
     ("stop nowhere", "no run folder"), ("metrics nowhere", "no run folder"), ("compare nowhere-*", "no folder matches"), ("list suits", "did you mean 'suites'?"),
     ("cache --delete nothing", "keeps no 'nothing'"), ("completion fish", "expected bash or zsh"), ("compare --bye algo", "did you mean 'by'?"),
     ("metrics nowhere --fast", "no parameter 'fast'"), ("watch nowhere --ever 3", "no parameter 'ever'"), ("stop nowhere --now", "no parameter 'now'"), ("list suites --lng", "no parameter 'lng'"),
-    ("doctor please", "no further word"), ("cache all", "no further word"), ("demo now", "found 'now'"), ("eval a b", "found 'b'"), ("eval a --run_dir b", "given twice"),
-    ("compare a --report x.html", "add --page FILE")])
+    ("doctor please", "no further word"), ("cache all", "no further word"), ("demo now", "found 'now'"), ("eval a b", "found 'b'"), ("eval a --run_dir b", "given twice")])
 def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data"))
@@ -152,7 +151,9 @@ def test_eval_compare_and_metrics(er, home, capsys):
     assert main(["metrics", found["path"], "--write"]) == 0
     assert (Path(found["path"])/"matrix.csv").read_text().startswith(",left,right\nleft,")
     capsys.readouterr()
-    assert main(["compare", str(path), found["path"], "--by", "n_trials", "--json"]) == 0
+    report = home/"both.html"
+    assert main(["compare", str(path), found["path"], "--by", "n_trials", "--report", str(report), "--n_boot", "50", "--json"]) == 0
+    assert all(heading in report.read_text() for heading in ("All metrics", "Paired with the baseline", "Matrix: ", "Cost, seconds"))
     both = json.loads(capsys.readouterr().out)
     assert both["runs"] == {"n_trials=2": [str(path)], "n_trials=3": [found["path"]]} and len(both["paired"]) == 1
 

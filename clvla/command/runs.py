@@ -166,10 +166,10 @@ def side_by_side(words:Words):
     "Compare runs, each a folder or a pattern."
     given = read_files(words.files) | words.of("compare")
     cfg = make_config(CompareConfig, given)   # loads plugins, whose metrics are then in the table
-    if page := sorted({"report", "n_boot", "seed"} & given.keys()):
-        raise ValueError(f"{page[0]} is a parameter of the page alone; add --page FILE")
     runs = cfg.runs.split(",") if isinstance(cfg.runs, str) else cfg.runs
-    return compare(*runs, by=cfg.by, baseline=cfg.baseline)
+    c = compare(*runs, by=cfg.by, baseline=cfg.baseline, n_boot=cfg.n_boot, seed=cfg.seed)
+    if cfg.report: c.report(cfg.report)
+    return c
 
 # %% ../../nbs/command/01_runs.ipynb #fec9e823
 def comparison_text(c)->str:
