@@ -151,7 +151,7 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize("text, line", [
     ("[a](cl/none.ipynb)", "nbs/bad.ipynb links to cl/none.ipynb, and there is no such page"),
     ("[a](benchmarks/front.ipynb#Nowhere)", "nbs/bad.html links to benchmarks/front.html#Nowhere, and that page has no such heading"),
-    ("![a](images/none.png)", "nbs/bad.ipynb shows nbs/images/none.png, and there is no such file"),
+    ("![a](images/none.png)", "nbs/images/none.png, and there is no such file"),
     ('<img src="https://x.org/a.png">', "nbs/bad.html loads https://x.org/a.png from another host"),
     ("<a href='none.html'>a</a>", "nbs/bad.html links to none.html, and there is no such file")], ids=["page", "heading", "picture", "host", "html"])
 def test_a_link_that_leads_nowhere(project, tmp_path, text, line):
