@@ -7,6 +7,7 @@ Nothing is executed. A link that leads nowhere ends it with an error that names 
 import argparse
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -197,6 +198,8 @@ def build(paths=None, out=None, root=ROOT, jobs=None):
     try:
         stage([Path(p).resolve() for p in paths] if paths else all_pages(root), root, source)
         said = io.StringIO()
+        for name in [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "sphinx"]:
+            logging.getLogger(name).disabled = False   # a library that configured logging in this process silenced those that it found
         with patch_docutils(HERE), docutils_namespace():   # a second site in the same process begins as the first one did
             Sphinx(source, HERE, work/"html", work/"doctrees", "html", status=None, warning=said,
                    parallel=jobs or os.cpu_count()).build()

@@ -1,5 +1,6 @@
 "The site of the pages: links, figures, formulas, search, API, a link that leads nowhere. A handful of pages stands for all."
 import json
+import logging
 import re
 import shutil
 import sys
@@ -151,7 +152,7 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize("text, line", [
     ("[a](cl/none.ipynb)", "nbs/bad.ipynb links to cl/none.ipynb, and there is no such page"),
     ("[a](benchmarks/front.ipynb#Nowhere)", "nbs/bad.html links to benchmarks/front.html#Nowhere, and that page has no such heading"),
-    ("![a](images/none.png)", "nbs/images/none.png, and there is no such file"),
+    ("![a](images/none.png)", "nbs/bad.ipynb shows nbs/images/none.png, and there is no such file"),
     ('<img src="https://x.org/a.png">', "nbs/bad.html loads https://x.org/a.png from another host"),
     ("<a href='none.html'>a</a>", "nbs/bad.html links to none.html, and there is no such file")], ids=["page", "heading", "picture", "host", "html"])
 def test_a_link_that_leads_nowhere(project, tmp_path, text, line):
@@ -159,6 +160,18 @@ def test_a_link_that_leads_nowhere(project, tmp_path, text, line):
     pages = [project/"nbs/index.ipynb", project/"nbs/bad.ipynb", project/"nbs/benchmarks/front.ipynb"]
     wrong = make_site.build(pages, tmp_path/"_site", root=project, jobs=1)
     assert len(wrong) == 1 and line in wrong[0] and "nbs/bad" in wrong[0], wrong
+
+
+def test_a_missing_picture_is_said_after_another_library_configured_logging(project, tmp_path):
+    "Python's `dictConfig`, which Ray calls, disables the loggers that it finds; Sphinx's warnings are heard all the same."
+    (project/"nbs/bad.ipynb").write_text(notebook("# bad\n> A page", "![a](images/none.png)"))
+    pages = [project/"nbs/index.ipynb", project/"nbs/bad.ipynb", project/"nbs/benchmarks/front.ipynb"]
+    make_site.build(pages[:1], tmp_path/"first", root=project, jobs=1)   # so that the loggers are there
+    there = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("sphinx")]
+    assert there
+    for logger in there: logger.disabled = True
+    wrong = make_site.build(pages, tmp_path/"_site", root=project, jobs=1)
+    assert wrong == ["nbs/bad.ipynb shows nbs/images/none.png, and there is no such file"]
 
 
 def test_the_command_fails_with_a_line(monkeypatch, tmp_path, capsys):
