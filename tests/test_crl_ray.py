@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ray_nodes import CLUSTER
+
 pytest.importorskip("ray", reason="needs the extra: pip install 'clvla[ray]'")
 
-# In a process of its own: Ray keeps threads and a global connection. 127.0.0.2 and 127.0.0.3 are this machine's loopback, and no
-# other machine reaches them; with 127.0.0.1 Ray would look for the head at the machine's outer address.
-CODE = """
-import os, sys, time
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-import ray
-from ray.cluster_utils import Cluster
-size = dict(object_store_memory=100_000_000)
-cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False, node_ip_address="127.0.0.2", **size))
-node = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3", **size)
-ray.init(address=cluster.address, _node_ip_address="127.0.0.2", logging_level="ERROR", log_to_driver=False)
+CODE = CLUSTER + """
 from clvla.crl.all import runners
 from clvla.crl.config import AgentConfig
 from clvla.crl.learner import learn_tasks
@@ -30,8 +22,7 @@ class Fatal(RayActors):
     def note(self, chosen):
         super().note(chosen)
         if self.version != 2: return
-        cluster.remove_node(node, allow_graceful=False)
-        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.4", **size)
+        lose()
         while any(n["Alive"] for n in ray.nodes() if n["NodeManagerAddress"] == "127.0.0.3"): time.sleep(.1)
         time.sleep(1)   # until its actor's answers are known to be lost
 

@@ -1,5 +1,4 @@
 "Every way to practise under methods against forgetting: each network's hooks, what is drawn and remembered, the same bits after a crash, refusals."
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,14 +6,13 @@ import torch
 from test_practice import SMALL, Crash, crash_after
 from clvla.cl.all import algos, make_algo
 from clvla.cl.base import CLAlgorithm
-from clvla.cl.er import ER
 from clvla.core.batch import first_weights, torch_rng
 from clvla.rl.actor import Actor, TwinCritic
-from clvla.rl.all import make_method, methods
+from clvla.rl.all import methods
 from clvla.rl.along import why_not
 from clvla.rl.chunk_critic import ChunkCritic, CriticLearner
 from clvla.rl.config import PracticeConfig, resolve_practice
-from clvla.rl.held import HeldNet, NetLoss, TransitionSource
+from clvla.rl.held import HeldNet, TransitionSource
 from clvla.rl.learner import practise
 from clvla.rl.noise_actor import halved
 from clvla.rl.replay import Replay

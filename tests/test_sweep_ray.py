@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ray_nodes import CLUSTER
 from clvla.run.queue import Queue
 from clvla.run.resume import fingerprint
 
@@ -14,24 +15,12 @@ pytest.importorskip("ray", reason="needs the extra: pip install 'clvla[ray]'")
 CLVLA = [sys.executable, "-c", "import sys; from clvla.command.main import main; sys.exit(main())"]
 SHARED = dict(suite="dot_2", n_demos=2, steps_per_task=32, n_trials=1, threads=1, n_workers=1, cl="er")
 
-# In a process of its own: Ray keeps threads and a global connection. 127.0.0.2 to 127.0.0.4 are this machine's loopback.
-CODE = """
-import os, sys, threading, time
-from pathlib import Path
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-import ray
-from ray.cluster_utils import Cluster
-size = dict(object_store_memory=100_000_000)
-cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False, node_ip_address="127.0.0.2", **size))
-node = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3", **size)
-ray.init(address=cluster.address, _node_ip_address="127.0.0.2", logging_level="ERROR", log_to_driver=False)
-
-def lose():
+CODE = CLUSTER + """
+def lose_later():
     saved = lambda k: any(Path(f"runs/s/00{k}-s{k}/checkpoints").glob("*"))
     while not (saved(0) and saved(1)): time.sleep(.1)
-    cluster.remove_node(node, allow_graceful=False)
-    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.4", **size)
-threading.Thread(target=lose, daemon=True).start()
+    lose()
+threading.Thread(target=lose_later, daemon=True).start()
 from clvla.command.main import main
 sys.exit(main(["sweep", "s.yaml", "--engine", "ray", "--engine_kw", "{'cpus': 1}", "--json"]))
 """

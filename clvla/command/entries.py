@@ -93,7 +93,7 @@ def read_sweep(
             raise ValueError(f"{path}: {k} is {v!r} ({type(v).__name__}), expected a {KEYS[k]}")
     return Sweep(**{"name": path.stem} | said, beside=str(path.parent))
 
-# %% ../../nbs/command/05_entries.ipynb #f7f7e107
+# %% ../../nbs/command/05_entries.ipynb #612d9b01
 def plain(line)->dict:
     "A line of a list; in CORA's words, an agent and its experiment."
     if not isinstance(line, dict):
@@ -105,12 +105,14 @@ def plain(line)->dict:
     words = dict(policy="algo", experiment="suite")
     return dict(experiment="run_crl") | {words.get(k, k): v for k,v in line.items()}
 
+# %% ../../nbs/command/05_entries.ipynb #cb307b04
 def label_of(own:dict)->str:
     "A short name for the settings that an entry has of its own."
     short = dict(algo=str, cl=str, seed=lambda v: f"s{v}", suite=stream_name, run_dir=lambda v: Path(str(v)).name)
     words = [short[k](v) if k in short else f"{k}-{v}" for k,v in own.items()]
     return "-".join(re.sub(r"[^\w.+-]+", "_", str(word)).strip("-_.")[:32] for word in words)[:100] or "run"
 
+# %% ../../nbs/command/05_entries.ipynb #2a330707
 def given_of(
     sweep:Sweep,
     experiment:str,
@@ -130,6 +132,7 @@ def given_of(
     try: return fitted(configs[LEARNERS[command]], given, file, {*said, *own}, say)
     except ValueError: return given   # refused with all others that are wrong, by `check_entries`
 
+# %% ../../nbs/command/05_entries.ipynb #cbbbb009
 def entries_of(
     sweep:Sweep,
     said:dict=None, # settings of all entries that the command gives
@@ -158,7 +161,7 @@ def entries_of(
     if not entries: raise ValueError("a sweep without entries; give it a grid or a list")
     return entries
 
-# %% ../../nbs/command/05_entries.ipynb #7ffe4a22
+# %% ../../nbs/command/05_entries.ipynb #f792240a
 def config_of(queue:Queue, entry:Entry):
     "The resolved config of an entry; ValueError as its page raises it."
     if entry.experiment == "eval_cl": return make_config(EvalConfig, entry.given)
@@ -174,6 +177,19 @@ def key_of(cfg, without=())->str:
     settings = {k: v for k,v in settings.items() if k not in without}
     return type(cfg).__name__+json.dumps(settings, sort_keys=True, default=str)
 
+# %% ../../nbs/command/05_entries.ipynb #8da1560c
+def _look(cfg)->str:
+    "What is wrong with a config, as its page says it; \"\" where nothing is."
+    try: check_eval(cfg) if isinstance(cfg, EvalConfig) else checks[cfg.learner](cfg)
+    except (ValueError, ImportError, OSError) as e: return str(e)
+    return ""
+
+def _several(entries:list)->str:
+    "Entries of which the same is to be said."
+    if len(entries) == 1: return str(entries[0])
+    return f"entries {', '.join(str(e.number) for e in entries)} ({entries[0].name} and others)"
+
+# %% ../../nbs/command/05_entries.ipynb #62fc190d
 def check_entries(
     queue:Queue,
     chosen=None # numbers of entries; None: all
@@ -196,17 +212,6 @@ def check_entries(
     if len(lines) > 8: lines[8:] = [f"and {len(lines)-8} more"]
     first = f"{n} of {len(chosen or queue.entries)} entries cannot work, so nothing was started:"
     raise ValueError("\n".join([first, *lines]))
-
-def _look(cfg)->str:
-    "What is wrong with a config, as its page says it; \"\" where nothing is."
-    try: check_eval(cfg) if isinstance(cfg, EvalConfig) else checks[cfg.learner](cfg)
-    except (ValueError, ImportError, OSError) as e: return str(e)
-    return ""
-
-def _several(entries:list)->str:
-    "Entries of which the same is to be said."
-    if len(entries) == 1: return str(entries[0])
-    return f"entries {', '.join(str(e.number) for e in entries)} ({entries[0].name} and others)"
 
 # %% ../../nbs/command/05_entries.ipynb #f13c9cde
 def begin_entry(

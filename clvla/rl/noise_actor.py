@@ -16,7 +16,7 @@ from ..core.batch import first_weights, take, to_device, torch_rng
 from ..core.names import STATE
 from .actor import check_chunks, mlp
 from .best_of_n import AGREE, BestOfNMethod, critic_state, planned
-from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
+from .chunk_critic import ChunkCritic, CriticLearner
 from .held import HeldNet, TransitionSource
 from .replay import Replay
 from .token_method import TokenMethod

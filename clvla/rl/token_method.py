@@ -120,6 +120,11 @@ class TokenMethod(Method):
     def load_state_dict(self, state): self.fitted,self.noted,self.waiting = state["fitted"],state.get("noted", {}),[]
 
 # %% ../../nbs/rl/13_token_method.ipynb #6758ba03
+@patch(as_prop=True)
+def is_held(self:TokenMethod)->bool:
+    "Whether algorithms against forgetting hold its networks; False: its steps are plain ones."
+    return self.ctx.cfg.cl != "none"
+
 @patch
 def enter(self:TokenMethod, stage):
     "Let the algorithms hold the networks; what is drawn is of the stage's tasks."
@@ -130,7 +135,7 @@ def enter(self:TokenMethod, stage):
         n_steps = max(1, stage.n_steps//getattr(net, "every", 1))
         data = self.source and self.source.seen_by(self.ask.get(name), "outputs" in self.algos[name].asks)
         held = CLContext(policy=net.model, data=data, stream=ctx.stream, seed=self.seed, task_id=stage.name, t=stage.t, n_steps=n_steps)
-        net.hold(self.algos[name] if ctx.cfg.cl != "none" else None, held)
+        net.hold(self.algos[name] if self.is_held else None, held)
 
 @patch
 def make_algos(self:TokenMethod):
@@ -139,12 +144,12 @@ def make_algos(self:TokenMethod):
 
 @patch
 def start(self:TokenMethod):
-    if self.ctx.cfg.cl == "none": return
+    if not self.is_held: return
     for name,net in self.nets().items(): call_hook(self.algos[name], "on_task_start", net.ctx)
 
 @patch
 def finish(self:TokenMethod):
-    if self.ctx.cfg.cl == "none": return
+    if not self.is_held: return
     for name,net in self.nets().items():
         try: call_hook(self.algos[name], "on_task_end", net.ctx)
         except RuntimeError as e:
@@ -155,7 +160,7 @@ def finish(self:TokenMethod):
 @patch
 def cl_state(self:TokenMethod, cl)->dict:
     "What each network's algorithm remembers, and how far its stage is."
-    if not self.algos or self.ctx.cfg.cl == "none": return {}
+    if not self.algos or not self.is_held: return {}
     return {name: dict(algo=self.algos[name].state_dict(), step=net.ctx.step) for name,net in self.nets().items()}
 
 @patch

@@ -10,11 +10,9 @@ __all__ = ['LACKING', 'ORDERS', 'runs_of', 'plan_text', 'replayed', 'misread', '
 from dataclasses import dataclass, replace
 from pathlib import Path
 import numpy as np
-from fastcore.basics import patch
-from ..core.files import read_json, write_json
-from ..core.names import PROMPT
+from ..core.files import write_json
 from ..core.trials import trial_number
-from ..envs.all import kind_of, make_env, make_stream
+from ..envs.all import kind_of, make_env
 from ..eval.player import POOL_SEED, Player
 from ..eval.stats import wilson
 from ..run.checkpoint import checkpoints
@@ -53,7 +51,7 @@ def plan_text(cfgs:dict)->str:
     episodes = cfg.n_trials*(K+K*(K+1)//2)//2   # joint: all tasks once; along the stream: the lower triangle
     left = [name for name,c in cfgs.items() if not RunFolder(c.run_dir).done]
     return (f"{stream.name}: {n} runs ({', '.join(LACKING)}; {' and '.join(ORDERS)}) of {updates} updates and about {episodes} episodes each, {n-len(left)} of them done; "
-            f"then replays and {4*K*cfg.n_trials} episodes of the seeing policy")
+            f"then {K*cfg.n_trials} replays and up to {3*K*cfg.n_trials} episodes of the seeing policy")
 
 # %% ../../nbs/train/15_validity.ipynb #be57a30c
 def replayed(
@@ -178,10 +176,10 @@ def verdicts(answers:list)->dict:   # what -> share, word
 
 def report(name:str, answers:list)->str:
     "Answers and verdicts as text."
-    lines = [f"{name}: success in percent, with Wilson's 95 % interval over {answers[0].n} episodes or so"]
+    lines = [f"{name}: success in percent, with Wilson's 95 % interval over the episodes behind it"]
     for a in answers:
         d = a.to_json()
-        lines.append(f"  {100*a.rate:5.1f} [{100*d['low']:.1f}, {100*d['high']:.1f}]  {a.who}")
+        lines.append(f"  {100*a.rate:5.1f} [{100*d['low']:.1f}, {100*d['high']:.1f}] of {a.n:4}  {a.who}")
     for what,v in verdicts(answers).items():
         share = "" if v["share"] is None else f" (share of the way without: {v['share']:.2f})"
         lines.append(f"  {what}: {v['verdict']}{share}")
