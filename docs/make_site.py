@@ -193,11 +193,13 @@ def build(paths=None, out=None, root=ROOT, jobs=None):
     from sphinx.util.docutils import docutils_namespace, patch_docutils
     out = Path(out or root/"_site").resolve()
     work = out.parent/f".{out.name}-work"   # myst-nb writes beside the pages too
+    disabled = logging.root.manager.disable   # the program around may have silenced logging, and with it what Sphinx warns of
     for folder in (out, work): shutil.rmtree(folder, ignore_errors=True)
     source = work/"source"
     try:
         stage([Path(p).resolve() for p in paths] if paths else all_pages(root), root, source)
         said = io.StringIO()
+        logging.disable(logging.NOTSET)
         for name in [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "sphinx"]:
             logging.getLogger(name).disabled = False   # a library that configured logging in this process silenced those that it found
         with patch_docutils(HERE), docutils_namespace():   # a second site in the same process begins as the first one did
@@ -207,6 +209,7 @@ def build(paths=None, out=None, root=ROOT, jobs=None):
         warned = dict(complaints(said.getvalue(), source))
         return [*warned, *wrong_links(out, set(warned.values()))]
     finally:
+        logging.disable(disabled)
         shutil.rmtree(work, ignore_errors=True)
 
 

@@ -1,5 +1,6 @@
 "Runs as processes: one writer, an honest status, signals that reach everyone, and nothing left behind."
 import json
+import logging
 import os
 import platform
 import re
@@ -310,6 +311,7 @@ def test_only_machines_that_do_not_meet_are_said_not_to(tmp_path, monkeypatch):
     with fails(RuntimeError("a bug")) as bug: _run_ranks(two, "ranks_work")
     with fails(DistNetworkError("no answer")) as apart: _run_ranks(two, "ranks_work")
     assert (str(alone.value), str(bug.value)) == ("no port", "a bug")
+    assert logging.root.manager.disable < logging.ERROR, "the launcher silences torchrun, and nothing after it"
     assert "did not find one another within 30 minutes (no answer)" in str(apart.value) and "reach alpha" in str(apart.value)
 
 

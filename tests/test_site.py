@@ -162,15 +162,22 @@ def test_a_link_that_leads_nowhere(project, tmp_path, text, line):
     assert len(wrong) == 1 and line in wrong[0] and "nbs/bad" in wrong[0], wrong
 
 
-def test_a_missing_picture_is_said_after_another_library_configured_logging(project, tmp_path):
-    "Python's `dictConfig`, which Ray calls, disables the loggers that it finds; Sphinx's warnings are heard all the same."
+@pytest.mark.parametrize("silenced", ["loggers", "all"])
+def test_a_missing_picture_is_said_where_logging_was_silenced(project, tmp_path, silenced):
+    "Python's `dictConfig`, which Ray calls, disables the loggers that it finds, and `logging.disable` everything."
     (project/"nbs/bad.ipynb").write_text(notebook("# bad\n> A page", "![a](images/none.png)"))
     pages = [project/"nbs/index.ipynb", project/"nbs/bad.ipynb", project/"nbs/benchmarks/front.ipynb"]
     make_site.build(pages[:1], tmp_path/"first", root=project, jobs=1)   # so that the loggers are there
     there = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("sphinx")]
     assert there
-    for logger in there: logger.disabled = True
-    wrong = make_site.build(pages, tmp_path/"_site", root=project, jobs=1)
+    before = logging.root.manager.disable
+    if silenced == "loggers":
+        for logger in there: logger.disabled = True
+    else: logging.disable(logging.ERROR)
+    try:
+        wrong = make_site.build(pages, tmp_path/"_site", root=project, jobs=1)
+        assert logging.root.manager.disable == (before if silenced == "loggers" else logging.ERROR)
+    finally: logging.disable(before)
     assert wrong == ["nbs/bad.ipynb shows nbs/images/none.png, and there is no such file"]
 
 

@@ -40,15 +40,17 @@ def _run_ranks(cfg:RunConfig, module:str)->dict:
     os.environ["OMP_NUM_THREADS"] = str(threads_of(cfg))
     os.environ["CLVLA_LAUNCHER"] = str(os.getpid())   # the ranks watch it (run/child)
     if device_of(cfg.device) == "cpu": os.environ["ACCELERATE_USE_CPU"] = "true"
-    logging.disable(logging.ERROR)
     args = rank_args(cfg, int(os.environ.get("CLVLA_NODE", 0)))
     if LINUX: args += ["--signals_to_handle", "SIGQUIT"]
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try: torchrun([*args, "-m", module, cfg.run_dir])
     except ChildFailedError as e: return {rank: failure.exitcode for rank,failure in e.failures.items()}
     except DistError as e:   # of the connection between launchers
         if len(hosts(cfg)) < 2: raise
         raise RuntimeError(f"the machines of {cfg.run_dir} did not find one another within {cfg.timeout:g} minutes "
                            f"({e}). Each needs its own command, and must reach {hosts(cfg)[0]}") from e
+    finally: logging.disable(before)
     return {}
 
 # %% ../../nbs/run/04_ranks.ipynb #e5e24520
