@@ -347,9 +347,42 @@ def test_bad_settings_are_refused_before_anything_is_made(tmp_path, kw, says):
     assert not (tmp_path/"run").exists()
 
 
-def test_an_agents_checkpoints_are_not_evaluated_afterwards(done):
-    from clvla.run.all import evaluations
-    with pytest.raises(ValueError, match="evaluates every task while it learns"): evaluations["agent"](done.path, "more")
+def evaluated(path, **kw):
+    from clvla.crl.evaluate import eval_agent
+    from clvla.train.eval_config import EvalConfig, begin_eval, check_eval
+    return eval_agent(path, begin_eval(check_eval(EvalConfig(run_dir=str(path), **kw))).name, len).episodes()
+
+
+def told(records): return sorted((r["stage"], r["task"], r["trial"], r["reward"], r["steps"], r["success"]) for r in records if r["step"] is None and r["stage"] >= 0)
+
+
+@pytest.mark.parametrize("kw", [
+    dict(cl="packnet"), dict(runner="batched"), dict(algo="sane", algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2, frames=80)),
+    dict(algo="clear", algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2, frames=80, file=True), cycles=1),
+    dict(algo="progress_compress", algo_kw=dict(n_envs=2, horizon=20, hidden=8, channels=2))], ids=lambda kw: kw.get("algo") or kw.get("cl") or "batched")
+def test_a_checkpoint_plays_as_the_run_did(tmp_path, kw):
+    "With the run's seed and number of episodes the records are the run's own; a memory that lies in a file is not touched."
+    from clvla.crl.learner import learn_tasks
+    run = learn_tasks(small(tmp_path/"run", seed=3, **kw), say=len)
+    files = lambda: {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in (tmp_path/"run"/"replay").rglob("*")}
+    before = files()
+    assert told(evaluated(run.path, n_trials=2, seed=3, evaluate="full")) == told(run.episodes()) and files() == before
+
+
+def test_an_evaluation_of_an_agent_goes_on_where_it_was_cut(done):
+    from clvla.run.folder import RunFolder
+    whole = evaluated(done.path, n_trials=3, first_trial=50, last_only=True)
+    assert {r["trial"] for r in whole} == {50, 51, 52} and {r["stage"] for r in whole} == {3}
+    out = RunFolder(done.path/"evals"/"lower-50+3-s0-last")
+    lines = (out.path/"episodes.jsonl").read_text().splitlines()
+    (out.path/"episodes.jsonl").write_text("\n".join(lines[:4])+"\n"+lines[4][:10])   # killed in the second task, a line is torn
+    assert told(evaluated(done.path, n_trials=3, first_trial=50, last_only=True)) == told(whole)
+
+
+def test_clvla_evaluates_an_agent(done, capsys):
+    from clvla.command.main import main
+    assert main(["eval", str(done.path), "-p", "n_trials", "2", "-p", "last_only", "true"]) in (0, None)
+    assert "left" in capsys.readouterr().out
 
 
 def test_the_page(tmp_path):

@@ -95,6 +95,7 @@ class Agent:
     def saved(self): pass
     def state_dict(self)->dict: return {}
     def load_state_dict(self, state:dict): pass
+    def load_acting(self, state:dict): self.load_state_dict(state)   # what it plays with, for an evaluation
 
 class Random(Agent):
     "Chooses evenly and learns nothing, in boxes too: the floor of every table."

@@ -219,3 +219,6 @@ def load_state_dict(self:CLEAR, state:dict):
     "Continue from a stored state."
     IMPALA.load_state_dict(self, state)
     self.memory.load_state_dict(state["memory"])
+
+@patch
+def load_acting(self:CLEAR, state:dict): IMPALA.load_state_dict(self, state)   # without the memory, whose file a run may be writing

@@ -253,6 +253,7 @@ def go_to(self:Lanes, start:dict):   # episode, actions and seen of each lane
 class Examiner:
     "Plays the evaluation episodes of every task; its environments live as long as it does."
     GROUP = 16   # episodes of a task under way at the same time
+    first = trial_number("report", 0)   # trial of the first of them
     def __init__(self,
         tasks:dict,    # task id -> (spec, mark)
         n_trials:int,  # episodes of each task
@@ -270,11 +271,16 @@ class Examiner:
         records = []
         for task_id in self.tasks:
             on_task()
-            draws = torch_rng(self.seed, "evaluation", task_id)
-            trials = [trial_number("report", k) for k in range(self.n_trials)]
-            with within(task_id) if within else nullcontext():
-                for first in range(0, self.n_trials, self.GROUP):
-                    records += self.group(agent, task_id, trials[first:first+self.GROUP], draws)
+            records += self.task(agent, task_id, within)
+        return records
+
+    def task(self, agent, task_id:str, within=None)->list:   # as `play`
+        "All episodes of one task."
+        draws,records = torch_rng(self.seed, "evaluation", task_id),[]
+        trials = [self.first+k for k in range(self.n_trials)]
+        with within(task_id) if within else nullcontext():
+            for first in range(0, self.n_trials, self.GROUP):
+                records += self.group(agent, task_id, trials[first:first+self.GROUP], draws)
         return records
 
     def first_of(self, engine, trials:list)->tuple: return engine.begin(range(len(trials)), trials)
