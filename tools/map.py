@@ -18,7 +18,7 @@ ROOMS = {   # folder -> its heading
 WANTED = {   # what somebody wants to do -> the pages for it, the first one first
     "see a policy forget, in two minutes": "tutorials/first_forgetting", "read a success matrix": "tutorials/read_a_matrix eval/00_metrics",
     "train a policy along tasks": "run_cl guides/run_experiments train/01_trainer", "choose a method against forgetting": "cl/90_all claims benchmarks/mw5_family",
-    "understand one method": "cl/08_er cl/09_mir cl/10_ewc cl/13_lwf cl/14_packnet", "write an algorithm": "tutorials/own_algorithm cl/00_base cl/16_compose",
+    "understand one method": "cl/08_er tutorials/ppo_by_hand cl/09_mir cl/10_ewc cl/13_lwf cl/14_packnet", "write an algorithm": "tutorials/own_algorithm cl/00_base cl/16_compose",
     "bring a policy": "tutorials/own_policy policies/00_base", "bring data": "tutorials/own_data data/12_check data/05_layouts",
     "bring a simulator": "tutorials/own_simulator envs/00_base", "bring an agent": "tutorials/own_agent crl/02_agent",
     "compare runs": "compare eval/08_compare", "say whether a difference is shown": "audit eval/01_stats", "evaluate a checkpoint again": "eval_cl train/06_checkpoint_eval",
