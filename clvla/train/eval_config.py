@@ -20,6 +20,7 @@ from ..data.stats import Processor
 from ..data.streams import Stream, stream_from, stream_json
 from ..envs.all import kind_of, make_env, make_stream
 from ..eval.parts import part_of
+from ..eval.plan import brief, planned
 from ..eval.rows import check_envs, spec_of
 from ..policies.all import read_policy
 from ..run.checkpoint import checkpoints
@@ -45,6 +46,7 @@ class EvalConfig:
     part:str = "0/1"         # which part of the episodes is played here, number a of b
     batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for heavy simulators and for parts
     trust:bool = False       # run what a folder that somebody else began brings or names; it is shown first
+    plan:str|dict = ""       # file of a plan that was written before the evaluation (page eval/plan)
 
     @classmethod
     def settings(cls, given:dict)->dict: return {}   # there are no others
@@ -114,7 +116,7 @@ def check_eval(
     own = stream_from(read_json(points[-1]/"stream.json"), points[-1]/"stream.json")
     stream = make_stream(cfg.suite) if cfg.suite else own
     ids = make_stream(dict(base=stream, tasks=cfg.chosen)).ids if cfg.chosen else stream.ids
-    cfg = replace(cfg, run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task or run.rows_per_task)
+    cfg = replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task or run.rows_per_task)
     evaluation = Evaluation(cfg, run, points, own, stream, tuple(dict.fromkeys(ids)))
     check_envs(stream.tasks)
     check_starts(cfg, stream.tasks)
@@ -204,7 +206,7 @@ def begin_eval(
     path,new = cfg.folder,config_json(evaluation.cfg)
     if (path/"config.json").exists():
         begun = config_json(EvalConfig()) | read_json(path/"config.json")
-        if wrong := [f"{k}: {begun.get(k)!r} -> {v!r}" for k,v in new.items()
+        if wrong := [f"{k}: {brief(k, begun.get(k))} -> {brief(k, v)}" for k,v in new.items()
                      if k not in ("n_workers", "run_dir") and begun.get(k) != v]:
             raise ValueError(f"{path} belongs to another evaluation: {'; '.join(wrong)}; evaluate with its settings, "
                              "or remove that folder")
