@@ -6,10 +6,10 @@
 __all__ = ['LEARNERS', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached', 'finite',
            'rows_of', 'facts', 'shown', 'told', 'begin', 'one_of', 'more_episodes', 'side_by_side', 'comparison_text',
            'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts', 'measured_at', 'write_tables', 'audited',
-           'asked', 'state_text', 'watch']
+           'asked', 'serve', 'state_text', 'watch']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
-import csv, json, sys, time
+import csv, json, sys, threading, time
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -26,6 +26,7 @@ from ..run.all import configs
 from ..run.config import files_of, fitted, given_twice, make_config, stream_name
 from ..run.report import stream_of, without_success
 from ..run.watch import Run
+from ..train.serve import PolicyServer, serving
 from ..train.validity import audit_stream, plan_text, runs_of
 from .words import Words, defaults_of, page_file
 
@@ -264,6 +265,18 @@ def asked(
     if o.dry: return dict(plan=plan, folder=folder),plan
     found = audit_stream(suite, folder, o.seeds, o.parallel, lambda line: print(line, flush=True), **settings)
     return found,f"{found['text']}\nwritten: {folder}/validity.json"
+
+# %% ../../nbs/command/01_runs.ipynb #0aca6001
+def serve(
+    run, # folder of a run
+    o    # options: host, port, seed, device, cameras, trust
+):
+    "Answer vla-eval's protocol with a run's newest checkpoint, until the process is ended."
+    server = PolicyServer(run, o.seed, o.device, o.cameras, o.trust)
+    with serving(server, o.host, o.port) as address:
+        print(f"listening at {address}; Ctrl-C ends it", flush=True)
+        if o.host not in ("127.0.0.1", "localhost", "::1"): print(f"whoever reaches {o.host} may ask this policy", flush=True)
+        threading.Event().wait()
 
 # %% ../../nbs/command/01_runs.ipynb #46532e3c
 def state_text(
