@@ -38,7 +38,7 @@ TASKS = dot.streams()["dot_2"].tasks
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, shared_data):
     home = tmp_path_factory.mktemp("served")
-    small = dict(suite="dot_2", algo="er", n_demos=2, steps_per_task=15, evaluate="none", n_workers=1, threads=1, image_size=32, rows_per_task=1)
+    small = dict(suite="dot_2", algo="er", n_demos=2, steps_per_task=35, evaluate="none", n_workers=1, threads=1, image_size=32, rows_per_task=1)
     return train_cl(resolve(TrainConfig(run_dir=str(home/"run"), data_dir=str(shared_data), **small)), say=len).path
 
 
