@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Measured', 'Result', 'open_run', 'result_of', 'train', 'practice', 'agents', 'path_of', 'evaluate', 'Comparison',
-           'compare', 'load_policy']
+           'compare', 'compared', 'load_policy']
 
 # %% ../nbs/00_api.ipynb #c73a1dcf
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from .crl.learner import curves_from, curves_of
 from .eval.compare import (CompareConfig, baseline_of, cost_table, difference_points, find_runs, group, mean_lines, metric_points, paired_table, summary,
                                 wide)
 from .eval.metrics import SuccessMatrix
-from .eval.plots import heatmap, metrics_table, report_html
+from .eval.followed import FREE, Followed, follow_runs
+from .eval.plan import read_plan
+from .eval.plots import Table, heatmap, metrics_table, report_html
 from .rl.config import PracticeConfig
 from .run.all import checks
 from .run.config import make_config, resolve
@@ -134,26 +136,43 @@ class Comparison:
     baseline:str  # label of the group that the others are paired with
     n_boot:int = 2000 # bootstrap draws
     seed:int = 0      # of the bootstrap
+    plan:dict|None = None # that was written before the runs, checked
 
     @cached_property
     def summary(self)->pd.DataFrame: return summary(self.groups, n_boot=self.n_boot, seed=self.seed)   # a row for each group and metric
     @property
-    def table(self)->pd.DataFrame: return wide(self.summary)   # a row for each group, metrics with intervals
+    def table(self)->pd.DataFrame: return self._marked(wide(self.summary))   # a row for each group, metrics with intervals
     @cached_property
     def paired(self)->pd.DataFrame: return paired_table(self.groups, self.baseline, self.n_boot, self.seed)   # each group minus the baseline
     def figure(self)->go.Figure: return difference_points(self.paired, self.baseline)
+    @cached_property
+    def followed(self)->Followed|None: return follow_runs(self.plan, self.groups, list(self.summary.metric.unique()), self.baseline) if self.plan else None
+    def _marked(self, table:pd.DataFrame)->pd.DataFrame: return table.rename(columns=lambda k: k if not self.plan or k == self.plan["endpoint"] else f"{k} (not planned)")
     def _repr_html_(self)->str: return self.table.to_html()
 
 def compare(
     *runs,           # `Result`s, evaluations, folders, or glob patterns as "runs/mw5-*"
     by="algo",       # settings that tell groups apart, a list or with commas
-    baseline:str="", # a group; "": sequential where there is one, else the first
+    baseline:str="", # a group; "": the plan's, or sequential where there is one, else the first
+    plan="",         # file of a plan that was written before the runs (page eval/plan); groups are then as it says
     **boot           # n_boot and seed, of the intervals
 )->Comparison:
     "Put runs side by side; ValueError where they are not comparable."
-    cfg = CompareConfig(runs=[str(path_of(run)) for run in runs], by=by, baseline=baseline)
-    groups = group(find_runs(cfg.runs), cfg.keys)
-    return Comparison(groups, baseline_of(groups, cfg.baseline), **boot)
+    cfg = CompareConfig(runs=[str(path_of(run)) for run in runs], by=by, baseline=baseline, plan=plan)
+    return compared(cfg, **boot)
+
+def compared(
+    cfg:CompareConfig,
+    runs=None,  # of `eval.compare.Run`; None: as the config says
+    **boot      # n_boot and seed
+)->Comparison:
+    "Put the runs of a config side by side, with a plan as it says; ValueError where they are not comparable."
+    plan = read_plan(cfg.plan) if cfg.plan else None
+    if plan and cfg.baseline not in ("", plan["baseline"]):
+        raise ValueError(f"baseline is {cfg.baseline!r}, and the plan's is {plan['baseline']!r}; leave baseline out")
+    groups = group(find_runs(cfg.runs) if runs is None else runs, *((plan["by"], FREE) if plan else (cfg.keys,)))
+    planned = plan["baseline"] if plan and plan["baseline"] in groups else ""   # it may be missing, which is said
+    return Comparison(groups, baseline_of(groups, cfg.baseline or planned), **boot, plan=plan)
 
 # %% ../nbs/00_api.ipynb #53a16602
 @patch
@@ -177,7 +196,8 @@ def forgotten(self:Comparison)->dict:
 @patch
 def parts(self:Comparison)->dict:
     "Heading -> figure or table, of everything."
-    return {"All metrics": self.table.reset_index(), "Success at the end": metric_points(self.summary),
+    plan = {} if not self.plan else {"The plan": Table([(line,) for line in self.followed.text.splitlines()], columns=["what became of it"])}
+    return {**plan, "All metrics": self.table.reset_index(), "Success at the end": metric_points(self.summary),
             "Backward transfer": metric_points(self.summary, "BWT"), "Over the stream": mean_lines(self.groups),
             "Paired with the baseline": self.paired, "Differences": self.figure(), **self.matrices(), **self.forgotten(),
             "Cost, seconds": cost_table(self.groups)}

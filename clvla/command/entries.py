@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEYS', 'EXPERIMENTS', 'OWN', 'values_of', 'grid_of', 'points', 'Sweep', 'read_sweep', 'plain', 'label_of', 'given_of',
-           'entries_of', 'config_of', 'key_of', 'check_entries', 'begin_entry', 'results_of']
+           'plan_of', 'entries_of', 'config_of', 'key_of', 'check_entries', 'begin_entry', 'results_of']
 
 # %% ../../nbs/command/05_entries.ipynb #fa07eb96
 import json, re
@@ -13,8 +13,9 @@ from itertools import product
 from pathlib import Path
 from ..core.names import closest
 from ..crl.experiment import specs
+from ..eval.plan import read_plan
 from ..run.all import checks, configs
-from ..run.config import fitted, identity, make_config, resolve, stream_name
+from ..run.config import fitted, identity, make_config, resolve, stream_name, value_of
 from ..run.folder import RunFolder
 from ..run.plugins import keep_plugins
 from ..run.queue import Entry, Queue
@@ -57,7 +58,7 @@ def points(grid:dict)->list: return [dict(zip(grid, point)) for point in product
 
 # %% ../../nbs/command/05_entries.ipynb #6b3a6a8f
 KEYS = dict(experiment="str", name="str", folder="str", parameters="str", shared="dict", grid="dict or str",
-            list="list", compare="dict")   # and their types
+            list="list", compare="dict", plan="str or dict")   # and their types
 EXPERIMENTS = {page: command for command,page in PAGES.items() if page in ("run_cl", "run_rl", "run_crl", "eval_cl")}
 OWN = "experiment","name","parameters"   # what a line of the list may say besides settings
 
@@ -72,6 +73,7 @@ class Sweep:
     grid:dict|str = field(default_factory=dict)
     list:list = field(default_factory=list)   # of dicts
     compare:dict = field(default_factory=dict)# by, baseline
+    plan:str|dict = ""          # file of a plan, which each entry then has (page eval/plan)
     beside:str = "."            # folder in which other files are looked for
 
 def read_sweep(
@@ -132,6 +134,15 @@ def given_of(
     try: return fitted(configs[LEARNERS[command]], given, file, {*said, *own}, say)
     except ValueError: return given   # refused with all others that are wrong, by `check_entries`
 
+# %% ../../nbs/command/05_entries.ipynb #90212302
+def plan_of(sweep:Sweep, said:dict)->dict|str: # "" where there is none
+    "The plan of all entries, read once, so that a file which changes meanwhile gives no entry another one; ValueError for two."
+    if sweep.plan and said.get("plan"): raise ValueError("plan is given twice, by the file of the sweep and by the command; give it once")
+    plan = sweep.plan or said.get("plan", "")
+    if not isinstance(plan, str) or not plan or plan[:1] == "{": return read_plan(value_of("plan", plan, str|dict)) if plan else ""
+    beside = Path(sweep.beside, plan)
+    return read_plan(beside if beside.is_file() else plan)
+
 # %% ../../nbs/command/05_entries.ipynb #cbbbb009
 def entries_of(
     sweep:Sweep,
@@ -140,6 +151,7 @@ def entries_of(
 )->list:            # of `Entry`
     "The numbered entries of a sweep; ValueError names the first that is none."
     said,entries,heard = said or {},[],set()
+    if plan := plan_of(sweep, said): said = said | dict(plan=plan)
     once = lambda line: line in heard or heard.add(line) or say(line)   # the same for many entries
     rows = [(line, point) for line in sweep.list or [{}] for point in points(grid_of(sweep.grid))]
     for number,(line,point) in enumerate(rows):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'OPTIONS', 'HAS', 'DEMO', 'BASH', 'DOES', 'WORDS', 'installed', 'usage', 'Parser', 'parser_of',
-           'page_command', 'of_run', 'of_sweep', 'of_audit', 'of_stream', 'of_stats', 'of_metrics', 'of_state',
-           'of_lists', 'of_machine', 'of_completion', 'check_words', 'call', 'no_reader', 'main']
+           'page_command', 'of_run', 'of_sweep', 'of_audit', 'of_stream', 'of_serve', 'of_stats', 'of_metrics',
+           'of_state', 'of_lists', 'of_machine', 'of_completion', 'check_words', 'call', 'no_reader', 'main']
 
 # %% ../../nbs/command/04_main.ipynb #332e6b87
 import argparse, contextlib, importlib.metadata, json, os, sys
@@ -19,6 +19,7 @@ COMMANDS = dict(
     demo="a first success matrix: five tasks with replay, a minute and a half",
     run="train along a stream by imitation, and evaluate", practice="let a policy practise by itself",
     agents="let agents learn by reward", eval="play more episodes with the checkpoints of a run: RUN",
+    serve="answer vla-eval's protocol with a run's newest checkpoint, for harnesses of others: RUN",
     sweep="many runs, on one machine or on several: FILE, or --grid",
     compare="put runs side by side: RUN ...",
     **{"audit-stream": "what a policy reaches on a stream without eyes, words or feedback: SUITE"},
@@ -52,12 +53,18 @@ OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything e
                dry=dict(action="store_true", help="say what will be done, and end"),
                folder=dict(metavar="DIR", default="", help="for the runs and the answers; else runs/validity-SUITE"),
                once=dict(action="store_true", help="say how it is now, and end"),
+               host=dict(metavar="HOST", default="127.0.0.1", help="address to listen on; another than this machine's own lets others ask"),
+               port=dict(metavar="N", type=int, default=8000, help="to listen on (default 8000; 0: any that is free)"),
+               seed=dict(metavar="N", type=int, default=0, help="of the policy's noise (default 0)"),
+               device=dict(choices=("cpu", "cuda"), default="cpu", help="of the policy (default cpu)"),
+               cameras=dict(metavar="OURS=THEIRS,...", default="", help="which picture of a message is which camera of the policy"),
+               trust=dict(action="store_true", help="run what a folder that somebody else began brings"),
                delete=dict(metavar="NAME", help="remove one of them"),
                data_dir=dict(metavar="DIR", default="", help="of the data; else $CLVLA_DATA, or ~/.cache/clvla"),
                runs=dict(metavar="DIR", default="runs", help="folder of the runs"))
 HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
     demo=("json",), metrics=("write", "json"), stats=("repair", "json"),
-    **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), list=("runs", "json"),
+    **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), serve=("host", "port", "seed", "device", "cameras", "trust"), list=("runs", "json"),
     cache=("data_dir", "delete", "json"), doctor=("data_dir", "runs", "json"))
 
 class Parser(argparse.ArgumentParser):
@@ -117,6 +124,12 @@ def of_stream(command:str, words:Words, o):
     from clvla.command import runs
     suite = runs.one_of(words, command)
     return runs.asked(suite, runs.read_files(words.files)|words.given, o)
+
+def of_serve(command:str, words:Words, o):
+    "Serve a checkpoint until somebody ends it."
+    from clvla.command import runs
+    runs.serve(runs.one_of(words, command), o)
+    return {},""
 
 def of_stats(command:str, words:Words, o):
     "Hold a file of statistics against the frames."
@@ -184,7 +197,7 @@ def of_completion(command:str, words:Words, o):
     return {}," ".join(f"--{name}" for name in own)
 
 # %% ../../nbs/command/04_main.ipynb #1dc4456c
-DOES = dict(sweep=of_sweep, audit=of_audit, stats=of_stats, **{"audit-stream": of_stream}, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
+DOES = dict(sweep=of_sweep, serve=of_serve, audit=of_audit, stats=of_stats, **{"audit-stream": of_stream}, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
             doctor=of_machine, completion=of_completion)   # what is not here is `of_run`
 
 WORDS = {"--help": usage, "-h": usage, "help": usage, "--version": lambda: f"clvla {importlib.metadata.version('clvla')}"}

@@ -6,10 +6,10 @@
 __all__ = ['LEARNERS', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached', 'finite',
            'rows_of', 'facts', 'shown', 'told', 'begin', 'one_of', 'more_episodes', 'side_by_side', 'comparison_text',
            'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts', 'measured_at', 'write_tables', 'audited',
-           'asked', 'state_text', 'watch']
+           'asked', 'serve', 'state_text', 'watch']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
-import csv, json, sys, time
+import csv, json, sys, threading, time
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -18,12 +18,15 @@ from ..api import Measured, Result, compare, evaluate, open_run, result_of
 from ..core.progress import bars
 from ..eval.audit import AuditConfig, audit, audit_facts, check_audit, markdown, paragraph, write_audit
 from ..eval.compare import CompareConfig
+from ..eval.followed import follow_results
+from ..eval.plan import read_plan
 from ..eval.metrics import SuccessMatrix, from_rates, from_records, measure, plain
 from ..eval.plots import mean_returns, metrics_table
 from ..run.all import configs
 from ..run.config import files_of, fitted, given_twice, make_config, stream_name
 from ..run.report import stream_of, without_success
 from ..run.watch import Run
+from ..train.serve import PolicyServer, serving
 from ..train.validity import audit_stream, plan_text, runs_of
 from .words import Words, defaults_of, page_file
 
@@ -167,7 +170,7 @@ def side_by_side(words:Words):
     given = read_files(words.files) | words.of("compare")
     cfg = make_config(CompareConfig, given)   # loads plugins, whose metrics are then in the table
     runs = cfg.runs.split(",") if isinstance(cfg.runs, str) else cfg.runs
-    c = compare(*runs, by=cfg.by, baseline=cfg.baseline, n_boot=cfg.n_boot, seed=cfg.seed)
+    c = compare(*runs, by=cfg.by, baseline=cfg.baseline, plan=cfg.plan, n_boot=cfg.n_boot, seed=cfg.seed)
     if cfg.report: c.report(cfg.report)
     return c
 
@@ -175,13 +178,15 @@ def side_by_side(words:Words):
 def comparison_text(c)->str:
     "Groups, metrics and paired differences."
     paired = c.paired[["group", "seeds", "pairs", "difference", "low", "high", "says"]].round(3)
-    return f"{c.table.to_string()}\n\npaired with {c.baseline}:\n{paired.to_string(index=False)}"
+    text = f"{c.table.to_string()}\n\npaired with {c.baseline}:\n{paired.to_string(index=False)}"
+    return f"{text}\n\n{c.followed.text}" if c.followed else text
 
 def comparison_facts(c)->dict:
     "The same for JSON."
     rows = lambda t: json.loads(t.to_json(orient="records"))
     runs = {name: [str(r.path) for r in rs] for name,rs in c.groups.items()}
-    return dict(baseline=c.baseline, runs=runs, metrics=rows(c.table.reset_index()), paired=rows(c.paired))
+    planned = dict(planned=c.followed.to_json()) if c.followed else {}
+    return dict(baseline=c.baseline, runs=runs, metrics=rows(c.table.reset_index()), paired=rows(c.paired)) | planned
 
 # %% ../../nbs/command/01_runs.ipynb #6c8c90b6
 def read_table(
@@ -242,9 +247,10 @@ def audited(words:Words)->tuple:
     "Read results, compare every two; what JSON says, and the text."
     cfg = check_audit(make_config(AuditConfig, read_files(words.files) | words.of("audit")))
     verdicts = audit(results := cfg.read, cfg.margin/100)
-    said = [paragraph(results, verdicts), "", markdown(results)]
-    if cfg.out: said.append(f"\nwritten: {write_audit(cfg.out, results, verdicts)}")
-    return audit_facts(results, verdicts),"\n".join(said)
+    followed = follow_results(read_plan(cfg.plan), results, verdicts) if cfg.plan else None
+    said = [paragraph(results, verdicts), "", markdown(results), *(["", followed.text] if followed else [])]
+    if cfg.out: said.append(f"\nwritten: {write_audit(cfg.out, results, verdicts, followed)}")
+    return audit_facts(results, verdicts) | (dict(planned=followed.to_json()) if followed else {}),"\n".join(said)
 
 # %% ../../nbs/command/01_runs.ipynb #ee698902
 def asked(
@@ -259,6 +265,18 @@ def asked(
     if o.dry: return dict(plan=plan, folder=folder),plan
     found = audit_stream(suite, folder, o.seeds, o.parallel, lambda line: print(line, flush=True), **settings)
     return found,f"{found['text']}\nwritten: {folder}/validity.json"
+
+# %% ../../nbs/command/01_runs.ipynb #0aca6001
+def serve(
+    run, # folder of a run
+    o    # options: host, port, seed, device, cameras, trust
+):
+    "Answer vla-eval's protocol with a run's newest checkpoint, until the process is ended."
+    server = PolicyServer(run, o.seed, o.device, o.cameras, o.trust)
+    with serving(server, o.host, o.port) as address:
+        print(f"listening at {address}; Ctrl-C ends it", flush=True)
+        if o.host not in ("127.0.0.1", "localhost", "::1"): print(f"whoever reaches {o.host} may ask this policy", flush=True)
+        threading.Event().wait()
 
 # %% ../../nbs/command/01_runs.ipynb #46532e3c
 def state_text(

@@ -11,18 +11,18 @@ __all__ = ['SweepConfig', 'parted', 'of_page', 'chosen_of', 'queue_of', 'spent',
 import hashlib, json, os, sys, time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from ..api import Comparison
+from ..api import Comparison, compared
 from ..core.files import read_json
 from ..core.names import closest
 from ..core.plugins import load_plugins
-from ..eval.compare import REPEAT, baseline_of, find_runs, group, label
+from ..eval.compare import REPEAT, CompareConfig, baseline_of, find_runs, group, label
 from ..run.config import NOT_PARAMETERS, count_gpus, make_config, refuse_twice, stream_name, value_of
 from ..run.launch import RunStopped
 from ..run.engines import Plan, engines
 from ..run.queue import Queue, remember
 from ..run.stop import EXIT_STOPPED, StopFlag
 from ..run.watch import Run
-from .entries import Sweep, begin_entry, check_entries, entries_of, read_sweep, results_of, values_of
+from .entries import Sweep, begin_entry, check_entries, entries_of, plan_of, read_sweep, results_of, values_of
 from .runs import comparison_facts, comparison_text
 
 # %% ../../nbs/command/06_sweep.ipynb #8b300ed4
@@ -97,7 +97,7 @@ def queue_of(
     entries = entries_of(sweep, said, say)
     digest = hashlib.sha256(json.dumps([asdict(e) for e in entries], sort_keys=True).encode()).hexdigest()[:8]
     folder = cfg.folder or sweep.folder or f"runs/{sweep.name or f'sweep-{digest}'}"
-    queue = Queue(folder, entries, cfg.patience, dict(compare=sweep.compare))
+    queue = Queue(folder, entries, cfg.patience, dict(compare=sweep.compare, plan=plan_of(sweep, said)))
     queue.check()
     return queue
 
@@ -236,6 +236,9 @@ def comparisons_of(
         raise ValueError(f"compare: unknown entry {wrong[0]!r}{closest(wrong[0], ('by', 'baseline'))}")
     found,folders = {},[str(results_of(queue, e)) for e in queue.entries if e.number in done]
     for name,runs in by_stream(find_runs(folders)).items():
+        if plan := queue.about.get("plan"):
+            found[name] = compared(CompareConfig(plan=plan), runs)
+            continue
         by = about.get("by") or by_of(runs)
         groups = group(runs, tuple(by.split(",")) if isinstance(by, str) else tuple(by))
         found[name] = Comparison(groups, baseline_of(groups, about.get("baseline", "")))

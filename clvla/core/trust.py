@@ -71,7 +71,7 @@ def code_of(
         for k,v in x.items() if isinstance(x, dict) else enumerate(x):
             if k in ("env", "eval_env") and isinstance(v, (dict, list, tuple)):
                 found.update(_places(v, str(v.get("kind", "")) if isinstance(v, dict) else ""))
-            elif k in ("machines", "address") and isinstance(v, str) and v.strip(): found.add(f"host {v}")
+            elif k in ("machines", "address", "policy_server") and isinstance(v, str) and v.strip(): found.add(f"host {v}")
             elif in_suite and isinstance(x, dict) and isinstance(v, dict) and k not in _NO_SPECS: found.update(_places(v, str(k)))
             elif isinstance(v, (dict, list, tuple)): look(v, in_suite or k == "suite")
     if isinstance(value, (dict, list, tuple)): look(value)

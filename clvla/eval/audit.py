@@ -130,6 +130,7 @@ class AuditConfig:
     results:str|list = "" # a list, or with spaces: NAME=PATH, NAME=k/n, NAME=P%/n
     margin:float = 5.     # points: a difference that is certainly smaller counts as alike
     out:str = ""          # folder for text, tables, figure and numbers; "": none
+    plan:str|dict = ""    # file of a plan that was written before (page eval/plan)
 
     @property
     def read(self)->list: return [read_results(t) for t in (self.results.split() if isinstance(self.results, str) else self.results)]
@@ -206,14 +207,14 @@ def audit_facts(results:list, verdicts:list)->dict:
     read = [dict(name=r.name, form=r.form, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks) for r in results]
     return dict(results=read, verdicts=[{k: number(x) for k,x in asdict(v).items()} for v in verdicts])
 
-def write_audit(folder, results:list, verdicts:list)->Path:
+def write_audit(folder, results:list, verdicts:list, followed=None)->Path:   # followed: a `Followed` of page eval/followed
     "Write audit.txt, .md, .tex, .json and .html."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    text = paragraph(results, verdicts)
+    text = paragraph(results, verdicts)+(f"\n\n{followed.text}" if followed else "")
     for name,content in dict(txt=text, md=markdown(results), tex=latex(results)).items():
         (folder/f"audit.{name}").write_text(content+"\n", encoding="utf-8")
-    write_json(folder/"audit.json", audit_facts(results, verdicts))
+    write_json(folder/"audit.json", audit_facts(results, verdicts) | (dict(planned=followed.to_json()) if followed else {}))
     parts = {"In words": text, "Success": table(results), "By task": by_task(results).reset_index(names="task"), "Differences": points(verdicts)}
     report_html(folder/"audit.html", parts, "Audit")
     return folder

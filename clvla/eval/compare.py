@@ -24,11 +24,11 @@ from .stats import final, metric_intervals, paired, seed_intervals, t_interval, 
 
 # %% ../../nbs/eval/08_compare.ipynb #5ceaa357
 REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "videos", "machines", "timeout",
-          "detached", "save_every", "save_minutes", "keep", "keep_tasks", "gpus", "max_wait", "accept", "trust") # settings in which repetitions may differ
+          "detached", "save_every", "save_minutes", "keep", "keep_tasks", "gpus", "max_wait", "accept", "trust", "plan") # settings in which repetitions may differ
 CONTROLS = ("blind", "deaf") # settings that a group's name shows where they are True
 # what runs did before these settings were added
 ADDED = dict(blind=False, deaf=False, schedule="cosine", along="restart", patience=0, look_every=0, look_trials=10,
-             lora_dropout=0., lora_init="kaiming", accept="", held_out=0., cl="none", cl_kw={})
+             lora_dropout=0., lora_init="kaiming", accept="", held_out=0., cl="none", cl_kw={}, plan="")
 
 @dataclass(frozen=True)
 class Run:
@@ -67,6 +67,7 @@ def read_run(path)->Run:
     config = read_json(home/"config.json")
     if evaluation:   # never averaged with the run's own episodes
         config = {**config, "evaluation": path.name, "n_trials": settings.get("n_trials", config.get("n_trials"))}
+        config |= dict(plan=settings.get("plan") or config.get("plan", ""))
     stream = read_json(streams[0])
     cost = read_json(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
     return run_from(path, config, stream, read_jsonl(path/"episodes.jsonl"), cost)
@@ -141,7 +142,8 @@ def label(run:Run, by)->str:
 
 def group(
     runs,                  # of Run
-    by=("algo",)           # settings that tell groups apart
+    by=("algo",),          # settings that tell groups apart
+    free=()                # settings in which repetitions may differ besides `REPEAT`
 )->dict:                   # label -> runs, by seed
     "Put repetitions together; ValueError when runs of a group differ in more than their seed, or any in their tasks."
     groups = {}
@@ -149,7 +151,7 @@ def group(
     for name,rs in groups.items():
         for r in rs[1:]:
             diff = [k for k in rs[0].config.keys()|r.config.keys()
-                    if k not in REPEAT and rs[0].config.get(k) != r.config.get(k)]
+                    if k not in (*REPEAT, *free) and rs[0].config.get(k) != r.config.get(k)]
             if diff:
                 raise ValueError(f"{rs[0].path} and {r.path} are both {name!r} but "
                                  f"differ in {', '.join(sorted(diff))}; add that to `by`")
@@ -339,6 +341,7 @@ class CompareConfig:
     seed:int = 0                  # of the bootstrap
     report:str = ""               # HTML file to write as well; empty = none
     plugins:list = field(default_factory=list) # modules and .py files that bring metrics of your own
+    plan:str|dict = ""            # file of a plan that was written before the runs (page eval/plan); it names groups and baseline
 
     @property
     def keys(self)->tuple: return tuple(self.by.split(",")) if isinstance(self.by, str) else tuple(self.by)

@@ -27,6 +27,7 @@ class Results:
     counts:pd.DataFrame # index task; k successes in n trials
     episodes:pd.DataFrame|None = None # of COLUMNS, where episodes are known; trial None: not which initial state
     lacks:list = field(default_factory=list) # what the record does not say
+    plan:dict|str|None = None # under which a run of clvla was begun, "": none; None: the record does not say
 
     @property
     def k(self)->int: return int(self.counts.k.sum())
@@ -177,7 +178,9 @@ def of_run(name:str, path:Path)->Results:
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
     config = json.loads((path/"config.json").read_text(encoding="utf-8")) if (path/"config.json").exists() else {}
     rows = [dict(task=r["task"], trial=r["trial"], seed=config.get("seed", 0), success=r["success"]) for r in final(records)]
-    return of_episodes(name, "a run of clvla, its last stage", pd.DataFrame(rows, columns=COLUMNS))
+    found = of_episodes(name, "a run of clvla, its last stage", pd.DataFrame(rows, columns=COLUMNS))
+    found.plan = config.get("plan", "")
+    return found
 
 def of_json(name:str, path:Path, d)->Results:
     "Results of a JSON file of one of the known forms; ValueError for another."

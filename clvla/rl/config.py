@@ -125,7 +125,7 @@ def base_config(
     "The imitation that the base policy comes from."
     own = {f.name: getattr(cfg, f.name) for f in fields(TrainConfig)}
     fixed = dict(learner="imitation", algo="imitation", algo_kw={}, cl="joint", cl_kw={}, init_from="", evaluate="none", smoke=False, videos=False, num_processes=1,
-                 machines="", strategy="ddp", max_wait=0.,
+                 machines="", strategy="ddp", max_wait=0., plan="",
                  rows_per_task=TrainConfig.rows_per_task, n_trials=TrainConfig.n_trials, detached=False)
     base = TrainConfig(**own | fixed)
     text = json.dumps(identity(base), sort_keys=True)

@@ -22,6 +22,7 @@ from ..core.names import closest
 from ..core.pictures import check_pixels
 from ..core.plugins import load_plugins
 from ..core.processes import memory_gb
+from ..eval.plan import brief
 from .all import checks, configs
 
 # %% ../../nbs/run/07_config.ipynb #b0700007
@@ -52,10 +53,11 @@ class RunConfig:
     keep:int = 3                # newest checkpoints that are kept beside those at the tasks' ends
     keep_tasks:bool = True      # keep the checkpoint of every finished task; False: of those too the newest `keep`
     gpus:str = ""               # the GPUs of each machine that the run may use, as in "1,2"; default all
+    plan:str|dict = ""          # file of a plan that was written before the run (page eval/plan); it changes no number
     # above these a run could not end, or no machine could hold it
     MOST = dict(timeout=525_600, num_processes=10_000, keep=10**6, save_every=10**12)
     # settings that change no number: only these may differ when a run is continued
-    ADDED = ("cl", "cl_kw")   # settings that were added later; their default does what older versions did
+    ADDED = ("cl", "cl_kw", "plan")   # settings that were added later; their default does what older versions did
     FREE = ("run_dir", "data_dir", "plugins", "trust", "machines", "timeout", "detached", "save_every", "save_minutes", "keep",
             "keep_tasks", "gpus")
     POSITIVE = ("num_processes", "timeout", "keep")
@@ -485,7 +487,7 @@ def differences(
     # the names of machines may change, not how many there are
     count = lambda d: max(1, sum(bool(h.strip()) for h in d["machines"].split(",")))
     new,old = new | dict(n_machines=count(new)),old | dict(n_machines=count(old))
-    return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(old.keys()|new.keys())
+    return [f"{k}: {brief(k, old.get(k))} -> {brief(k, new.get(k))}" for k in sorted(old.keys()|new.keys())
             if k not in table(cls, "FREE") and old.get(k) != new.get(k)]
 
 def read_config(

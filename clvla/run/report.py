@@ -10,6 +10,8 @@ __all__ = ['stream_of', 'matrix_of', 'without_success', 'measured', 'parts', 'lo
 import json
 from pathlib import Path
 from ..core.files import read_json, write_json
+from ..eval.compare import read_run
+from ..eval.followed import plan_table
 from ..eval.metrics import from_records, to_json
 from ..envs.all import kinds
 from ..eval.plots import (Table, heatmap, loss_curves, mean_returns, metrics_table, replay_bars, report_html,
@@ -150,5 +152,7 @@ def finish(
     results = parts(run_dir)
     if "Success matrix" in results: write_json(Path(run_dir)/"matrix.json", to_json(matrix_of(run_dir)))
     tables = {"Settings": settings_table(run_dir), "Versions": versions_table(run_dir)}
+    with_plan = read_json(Path(run_dir)/"config.json").get("plan") and (Path(run_dir)/"episodes.jsonl").exists()
+    if with_plan: results = {"The plan": plan_table(read_run(run_dir))} | results
     report_html(Path(run_dir)/"report.html", results|tables, Path(run_dir).name)
     return results

@@ -16,6 +16,7 @@ from ..core.state import load_state
 from ..core.trials import trial_number
 from ..envs.all import kind_of
 from ..eval.metrics import JOINT, record_key
+from ..eval.elsewhere import RemotePlayer, address_of
 from ..eval.neighbours import doubt
 from ..eval.parts import difference, fractions, merge, part_of, plan_of, write_plan
 from ..eval.player import BATCH, POOL_SEED, Player
@@ -79,7 +80,8 @@ def plan_for(evaluation:Evaluation, batch:int, device:str)->dict:
     assets = {t.id: identity for t in tasks if t.env and (identity := kind_of(t).identity(t.env))}
     more = {"assets": assets} if assets else {}
     if evaluation.cameras: more["cameras"] = evaluation.cameras
-    return plan_of([weights_of(p) for p in evaluation.points], [cells_of(evaluation, p) for p in evaluation.points],
+    policies = [dict(policy_server=address_of(cfg.policy_server))] if cfg.policy_server else [weights_of(p) for p in evaluation.points]
+    return plan_of(policies, [cells_of(evaluation, p) for p in evaluation.points],
                    evaluation.trials, cfg.seed, batch, part_of(cfg.part), **more, **_stack_of(evaluation.stream, device))
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #b622fe3b
@@ -165,6 +167,9 @@ def _device_for(evaluation:Evaluation, out:RunFolder, say=print)->str:
 def player_of(evaluation:Evaluation)->Player:
     "The simulators of an evaluation."
     cfg,run = evaluation.cfg,evaluation.run
+    if cfg.policy_server:
+        return RemotePlayer(evaluation.stream.tasks, cfg.policy_server, rows_per_task=cfg.rows_per_task, n_workers=cfg.n_workers or os.cpu_count() or 1,
+                            image_size=cfg.image_size or run.image_size, seed=POOL_SEED, batch=batch_of(cfg), part=part_of(cfg.part))
     return Player(evaluation.stream.tasks, cfg.rows_per_task, cfg.n_workers or os.cpu_count() or 1, run.image_size,
                   POOL_SEED, run.chunk, batch=batch_of(cfg), part=part_of(cfg.part), cameras=evaluation.cameras)
 
@@ -178,6 +183,7 @@ def begin_queue(evaluation:Evaluation, out:RunFolder, player:Player, say, device
     records = _played_in_parts(evaluation.cfg, plan)   # refused before anything is written
     write_plan(out.path, plan)
     if n := _add_missing(out, records): say(f"{n} episodes were played in parts")
+    if evaluation.cfg.policy_server: return
     policy,processor,_ = load_point(evaluation.points[-1], evaluation.run, evaluation.own, device)
     if warning := doubt(player, policy, processor): say(warning)
 
@@ -192,17 +198,19 @@ def evaluate(
     device="cpu"
 ):
     "Evaluate one checkpoint and record its episodes."
-    policy,processor,algo = load_point(path, evaluation.run, evaluation.own, device)
     info,ids = cells_of(evaluation, path)
     if not ids: return
     recorded = out.episodes()
     records = [r for r in recorded if r["stage"] == info["stage"]]
     write = _recorder(out, records, path.name, _total_of(evaluation, ids))
     done = map(record_key, recorded)
-    player.group = policy.group   # as the run itself played it
-    player.evaluate(policy, processor, evaluation.trials, evaluation.cfg.seed, info, ids, done, write,
-                    on_round=on_round, algo=algo)
-    say(f"{path.name}: {100*sum(r['success'] for r in records)/max(1, len(records)):.0f} % success over "
+    episodes = evaluation.trials,evaluation.cfg.seed,info
+    if evaluation.cfg.policy_server: player.play(*episodes, ids=ids, done=done, on_record=write, on_round=on_round)
+    else:
+        policy,processor,algo = load_point(path, evaluation.run, evaluation.own, device)
+        player.group = policy.group   # as the run itself played it
+        player.evaluate(policy, processor, *episodes, ids, done, write, on_round=on_round, algo=algo)
+    say(f"{evaluation.cfg.policy_server or path.name}: {100*sum(r['success'] for r in records)/max(1, len(records)):.0f} % success over "
         f"{len(records)} episodes")
 
 def _total_of(evaluation:Evaluation, ids)->int:

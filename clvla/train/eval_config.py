@@ -13,13 +13,16 @@ from hashlib import sha256
 from pathlib import Path
 from ..core.config import config_json, stored_config
 from ..core.files import read_json, write_json
+from ..core.pictures import check_pixels
 from ..core.names import ACTION, IMAGE, IMAGES, STATE
 from ..core.trials import TRIALS
-from ..core.trust import claim, code_of
+from ..core.trust import check_stored, claim, code_of
 from ..data.stats import Processor
 from ..data.streams import Stream, stream_from, stream_json
 from ..envs.all import kind_of, make_env, make_stream
+from ..eval.elsewhere import address_of
 from ..eval.parts import part_of
+from ..eval.plan import brief, planned
 from ..eval.rows import check_envs, spec_of
 from ..policies.all import read_policy
 from ..run.checkpoint import checkpoints
@@ -45,6 +48,9 @@ class EvalConfig:
     part:str = "0/1"         # which part of the episodes is played here, number a of b
     batch:int = 0            # rows of a policy call in a queue; 0: a queue of 8 for heavy simulators and for parts
     trust:bool = False       # run what a folder that somebody else began brings or names; it is shown first
+    plan:str|dict = ""       # file of a plan that was written before the evaluation (page eval/plan)
+    policy_server:str = ""   # HOST:PORT of a policy that is played in the place of the run's (page eval/elsewhere)
+    image_size:int = 0       # pixels of the pictures that such a server is sent; 0: the run's
 
     @classmethod
     def settings(cls, given:dict)->dict: return {}   # there are no others
@@ -55,6 +61,7 @@ class EvalConfig:
     @property
     def whole(self)->str: # name of the evaluation that the parts belong to
         where = "-on-"+_label_of(self.suite, self.chosen) if self.suite or self.chosen else ""
+        if self.policy_server: where += f"-by-{re.sub(r'[^0-9A-Za-z.-]', '_', address_of(self.policy_server)[5:])}"
         return f"{self.evaluate}-{self.first_trial}+{self.n_trials}-s{self.seed}" + "-last"*self.last_only + where
 
     @property
@@ -95,7 +102,7 @@ class Evaluation:
         return self.cfg.folder if self.elsewhere else Path(self.cfg.run_dir)
     @property
     def cameras(self): # of another stream's environments: those of the policy
-        return cameras_of(self.points[-1]) if self.cfg.suite else None
+        return cameras_of(self.points[-1]) if self.cfg.suite and not self.cfg.policy_server else None
 
 def points_of(
     cfg:EvalConfig,
@@ -113,6 +120,7 @@ def check_eval(
 )->Evaluation:     # its config has the resolved folder
     "Raise ValueError for an evaluation that cannot be meant, and FileNotFoundError where there is no run."
     _check_numbers(cfg)
+    if cfg.policy_server: cfg = replace(cfg, last_only=True)   # the server's policy is played once, in the place of the last checkpoint's
     run = read_config(cfg.run_dir)
     if run.learner in eval_checks: return eval_checks[run.learner](cfg, run)
     plugins_of(replace(run, trust=cfg.trust), copies=True)   # ValueError for a stranger's
@@ -120,17 +128,20 @@ def check_eval(
     own = stream_from(read_json(points[-1]/"stream.json"), points[-1]/"stream.json")
     stream = make_stream(cfg.suite) if cfg.suite else own
     ids = make_stream(dict(base=stream, tasks=cfg.chosen)).ids if cfg.chosen else stream.ids
-    cfg = replace(cfg, run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task or run.rows_per_task)
+    cfg = replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task or run.rows_per_task)
     evaluation = Evaluation(cfg, run, points, own, stream, tuple(dict.fromkeys(ids)))
     check_envs(stream.tasks)
     check_starts(cfg, stream.tasks)
-    if cfg.suite: _check_sizes(evaluation)
+    if cfg.suite and not cfg.policy_server: _check_sizes(evaluation)
     return evaluation
 
 # %% ../../nbs/train/05_eval_config.ipynb #9f1e47ae
 def _check_numbers(cfg:EvalConfig):
     "ValueError for a number or a choice that cannot be meant."
-    for k,least in dict(n_trials=1, rows_per_task=0, n_workers=0, batch=0).items():
+    if cfg.image_size and not cfg.policy_server: raise ValueError(f"image_size is {cfg.image_size}, which a policy of a run has already; leave it out, or name a policy_server")
+    if cfg.policy_server: address_of(cfg.policy_server)
+    if cfg.image_size: check_pixels(cfg.image_size, cfg.image_size, "image_size")
+    for k,least in dict(n_trials=1, rows_per_task=0, n_workers=0, batch=0, image_size=0).items():
         if getattr(cfg, k) < least: raise ValueError(f"{k} must be {least} or more, found {getattr(cfg, k)}")
     check_workers(cfg.n_workers)
     part_of(cfg.part)
@@ -210,7 +221,7 @@ def begin_eval(
     path,new = cfg.folder,config_json(evaluation.cfg)
     if (path/"config.json").exists():
         begun = config_json(EvalConfig()) | read_json(path/"config.json")
-        if wrong := [f"{k}: {begun.get(k)!r} -> {v!r}" for k,v in new.items()
+        if wrong := [f"{k}: {brief(k, begun.get(k))} -> {brief(k, v)}" for k,v in new.items()
                      if k not in ("n_workers", "run_dir") and begun.get(k) != v]:
             raise ValueError(f"{path} belongs to another evaluation: {'; '.join(wrong)}; evaluate with its settings, "
                              "or remove that folder")
@@ -235,4 +246,6 @@ def read_eval_config(
     "The config of an evaluation that was begun."
     path = Path(run_dir)/"evals"/name/"config.json"
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
-    return replace(stored_config(EvalConfig, read_json(path)), run_dir=str(run_dir))
+    stored = read_json(path)
+    if stored.get("policy_server"): check_stored(dict(policy_server=stored["policy_server"]), path)   # no stranger's folder chooses whom we ask
+    return replace(stored_config(EvalConfig, stored), run_dir=str(run_dir))
