@@ -1,6 +1,6 @@
 """JupyterLab and Chromium for tests: a server on loopback with folders of its own, and tabs whose console errors are kept.
 
-    with lab(folder) as server: page = Page(tab, server, "run_cl.ipynb"); page.run_all()
+    with lab(folder) as server: page = Page(tab, server, "run_cl.ipynb"); page.call("notebook:run-all-cells")
 
 `chromium()` says where the browser is; it is installed only where $CLVLA_BROWSER is "install" (as root, with apt)."""
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 NAMES = "chromium", "chromium-browser", "google-chrome"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage"]
+KERNEL = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status"
 WAIT = 120_000   # milliseconds until a condition has to hold; a quiet machine needs a tenth
 
 
@@ -36,6 +37,9 @@ def lab(folder):
     "A JupyterLab on 127.0.0.1 that serves `folder`; its address and token. Its settings are its own, not the user's."
     own = Path(folder)/".lab"
     own.mkdir()
+    settings = own/"settings/@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text('{"windowingMode": "none"}')   # cells that are not on the screen are in the page, too
     places = dict(JUPYTER_CONFIG_DIR="config", JUPYTER_DATA_DIR="data", JUPYTER_RUNTIME_DIR="runtime", JUPYTERLAB_SETTINGS_DIR="settings",
                   JUPYTERLAB_WORKSPACES_DIR="workspaces", IPYTHONDIR="ipython")
     env = os.environ | {name: str(own/place) for name, place in places.items()} | dict(JUPYTER_NO_CONFIG="1")
@@ -61,15 +65,18 @@ def _wait_for(server, own):
 
 class Page:
     "A notebook in a tab of JupyterLab."
-    def __init__(self, tab, server, name):
+    def __init__(self, tab, server, name, idle=True):
         self.tab = tab
         tab.goto(f"{server['url']}lab/tree/{name}?reset&token={server['token']}", timeout=WAIT)
-        self.until("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", "the kernel is idle")
-        tab.evaluate("document.querySelector('.jp-mod-nonexistent')")
+        self.until(f"/idle|busy/.test({KERNEL})", "there is a kernel")
+        if idle: self.until_idle()
+
+    def until_idle(self): self.until(f"{KERNEL} === 'idle'", "the kernel is idle")
 
     def until(self, condition, what):
         "Wait until a condition in JavaScript holds."
-        try: self.tab.wait_for_function(condition, timeout=WAIT, polling=100)
+        if condition.startswith("{"): condition = f"() => {condition}"
+        try: self.tab.wait_for_function(condition, timeout=WAIT, polling=200)
         except Exception as e: raise AssertionError(f"not within {WAIT/1000:.0f} s: {what}; the page says\n{self.text()[-3000:]}") from e
 
     def call(self, command): self.tab.evaluate("c => { window.jupyterapp.commands.execute(c) }", command)
