@@ -74,7 +74,9 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_configure(config): config.addinivalue_line("markers", "slurm: needs SLURM's daemons on this machine (tests/slurm_nodes.py)")
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slurm: needs SLURM's daemons on this machine (tests/slurm_nodes.py)")
+    config.addinivalue_line("markers", "browser: opens pages in the machine's Chromium (tests/browser_help.py)")
 
 
 def pytest_addoption(parser):
@@ -96,7 +98,14 @@ def with_slow(config):
 
 
 def pytest_report_header(config):
-    return "" if with_slow(config) else "the tests of tests/slow.txt are left out; --all (./clvla.sh test all) takes them too"
+    slow = [] if with_slow(config) else ["the tests of tests/slow.txt are left out; --all (./clvla.sh test all) takes them too"]
+    browser = [] if with_browser(config) else ["the tests of the marker browser are left out; -m browser takes them"]
+    return slow+browser
+
+
+def with_browser(config):
+    "Whether this run takes the tests in a browser: where somebody named the marker, a file or a test."
+    return "browser" in config.getoption("-m") or all(Path(arg.split("::")[0]).is_file() for arg in config.args)
 
 
 def leave_out(config, items):
@@ -117,6 +126,9 @@ def leave_out(config, items):
 @pytest.hookimpl(tryfirst=True)   # before -k and -m have taken out others
 def pytest_collection_modifyitems(config, items):
     leave_out(config, items)
+    if not with_browser(config):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("browser")])
+        items[:] = [item for item in items if not item.get_closest_marker("browser")]
     place = {name: k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))  # stable: files and tests keep their order otherwise
 

@@ -6,7 +6,7 @@
 __all__ = ['LEARNERS', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached', 'finite',
            'rows_of', 'facts', 'shown', 'told', 'begin', 'one_of', 'more_episodes', 'side_by_side', 'comparison_text',
            'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts', 'measured_at', 'write_tables', 'audited',
-           'asked', 'serve', 'state_text', 'watch']
+           'asked', 'serve', 'state_text', 'results_text', 'has_blocks', 'watch', 'say_news']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
 import csv, json, sys, threading, time
@@ -24,7 +24,8 @@ from ..eval.metrics import SuccessMatrix, from_rates, from_records, measure, pla
 from ..eval.plots import mean_returns, metrics_table
 from ..run.all import configs
 from ..run.config import files_of, fitted, given_twice, make_config, stream_name
-from ..run.report import stream_of, without_success
+from ..run.report import losses_of, stream_of, without_success
+from ..run.terminal import loss_line, success_line
 from ..run.watch import Run
 from ..train.serve import PolicyServer, serving
 from ..train.validity import audit_stream, plan_text, runs_of
@@ -280,14 +281,30 @@ def serve(
 
 # %% ../../nbs/command/01_runs.ipynb #46532e3c
 def state_text(
-    run:Run
+    run:Run,
+    digits:bool=False # curves as digits, for a terminal without blocks
 )->str:
-    "Status, bars, and the matrix so far."
+    "Status, bars, time left, and the matrix and the curves so far."
     status = run.status
-    position = run.position if status in ("starting", "running") else {}
-    parts = [f"{run.path}: {status}", bars(position) if position else "", shown(reached(Result(run.path), False))]
-    return "\n".join(filter(None, parts))
+    now = run.position if status in ("starting", "running") else {}
+    left = now and run.left
+    return "\n".join(filter(None, [f"{run.path}: {status}", bars(now) if now else "", f"time left: {left}" if left else "",
+                                   *results_text(run, digits)]))
 
+def results_text(run:Run, digits:bool=False)->list:
+    "The matrix so far, and success and loss as lines; \"\" for what there is none of."
+    if not (run.path/"stream.json").exists(): return []
+    r,losses = reached(Result(run.path), False),losses_of(run.folder.logs(lambda line: None))
+    success = "" if r.matrix is None else success_line(r.matrix.R, digits)
+    return [shown(r), success, loss_line(losses, digits=digits)]
+
+def has_blocks(out)->bool:
+    "Whether a stream can hold the signs of `blocks`."
+    try: chr(0x2588).encode(out.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError): return False
+    return True
+
+# %% ../../nbs/command/01_runs.ipynb #d5b68803
 def watch(
     path,            # folder of a run
     every:float=2.,  # seconds between two looks
@@ -295,11 +312,23 @@ def watch(
     out=None         # where the text goes; None: the standard output
 )->Run:
     "Follow a run until it ends."
-    run,out,last = Run.open(path),out or sys.stdout,None
+    run,out,said = Run.open(path),out or sys.stdout,("","")
     while True:
         ended = run.status not in ("starting", "running")   # asked first: what it wrote until then is in the text
-        text = state_text(run)
-        if text != last: print(f"\x1b[H\x1b[J{text}" if out.isatty() else text, file=out, flush=True)
-        if ended or once: return run
-        last = text
+        if ended or once or out.isatty():
+            text = state_text(run, not has_blocks(out))
+            print(f"\x1b[H\x1b[J{text}" if out.isatty() else text, file=out, flush=True)
+            if ended or once: return run
+        else: said = say_news(run, said, out)
         time.sleep(every)
+
+def say_news(run:Run, said:tuple, out)->tuple:
+    "Print tenth and matrix where they are not those that were said, and return what has been said now."
+    now,left,matrix = run.position,run.left,said[1]
+    tenth = f"{now['phase']} {now.get('task', '')} {10*now['done']//max(1, now['total'])*10:.0f} %" if now else run.status
+    if tenth == said[0]: return said
+    print(f"{tenth}, time left: {left}" if left else tenth, file=out, flush=True)
+    # an evaluation changes the matrix with each episode: what it measured is said when training goes on
+    if now and now["phase"] == "training": matrix = shown(reached(Result(run.path), False))
+    if matrix != said[1]: print(matrix, file=out, flush=True)
+    return tenth,matrix

@@ -54,12 +54,13 @@ class RunConfig:
     keep_tasks:bool = True      # keep the checkpoint of every finished task; False: of those too the newest `keep`
     gpus:str = ""               # the GPUs of each machine that the run may use, as in "1,2"; default all
     plan:str|dict = ""          # file of a plan that was written before the run (page eval/plan); it changes no number
+    sink:str = ""               # where its numbers also go: tensorboard, trackio, your own, with + (page run/sinks)
     # above these a run could not end, or no machine could hold it
     MOST = dict(timeout=525_600, num_processes=10_000, keep=10**6, save_every=10**12)
     # settings that change no number: only these may differ when a run is continued
     ADDED = ("cl", "cl_kw", "plan")   # settings that were added later; their default does what older versions did
     FREE = ("run_dir", "data_dir", "plugins", "trust", "machines", "timeout", "detached", "save_every", "save_minutes", "keep",
-            "keep_tasks", "gpus")
+            "keep_tasks", "gpus", "sink")
     POSITIVE = ("num_processes", "timeout", "keep")
     NOT_NEGATIVE = ("seed", "threads", "save_every", "save_minutes")
     CHOICES = dict(device=("auto", "cpu", "cuda"), precision=("no", "bf16", "fp16", "tf32"),

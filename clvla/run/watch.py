@@ -15,13 +15,14 @@ from IPython import get_ipython
 from IPython.display import HTML, display
 from ..core.files import read_json
 from ..eval.metrics import JOINT
-from ..eval.plots import Table, figure_html, loss_curves, plotly_script
+from ..eval.plots import Table, figure_html, loss_curves, plotly_script, success_lines
 from .checkpoint import checkpoints
 from .config import read_config
 from ..core.progress import bars, read_event
 from .launch import RunStopped, Text
-from .report import losses_of, measured, parts
+from .report import losses_of, matrix_of, measured, parts
 from .folder import RunFolder
+from .terminal import Pace, duration, seconds_left
 
 # %% ../../nbs/run/12_watch.ipynb #bd828843
 def last_record(
@@ -42,6 +43,7 @@ class Run:
         self.path,self.folder = Path(path),RunFolder(path)
         self._bytes_read = 0                    # of console.txt
         self._event = self._started = None      # newest event there, newest start
+        self._pace = Pace()
 
     @classmethod
     def open(cls,
@@ -118,12 +120,26 @@ def last_time(self:Run)->float:
     files = [self.path/"log.jsonl", self.path/"console.txt", *self.path.glob("episodes*.jsonl")]
     return max((p.stat().st_mtime for p in files if p.exists()), default=0.)
 
+# %% ../../nbs/run/12_watch.ipynb #98375f02
+@patch(as_prop=True)
+def left(self:Run)->str:
+    "How long the run still takes, as text; \"\" before that can be known."
+    self._pace.look(self.position, time.monotonic())
+    evaluates = vars(self.folder.cfg).get("evaluate", "none")   # an agent's evaluations are part of its stages
+    costs = self.path/"cost.json"
+    cost = read_json(costs)["seconds"] if costs.exists() and evaluates != "none" else {}
+    seconds = seconds_left(self._pace.position, self._pace.seconds, cost.get("evaluation", 0), evaluates == "lower")
+    if seconds is None: return ""
+    counted = "" if "evaluation" in cost or evaluates == "none" else ", and the evaluations"
+    return f"about {duration(seconds)}{counted}" 
+
 # %% ../../nbs/run/12_watch.ipynb #7d2f350c
 @patch
 def table(self:Run)->Table:
-    "Status, position, process, last checkpoint, last record, restarts, and what went wrong."
+    "Status, position, time left, process, last checkpoint, last record, restarts, and what went wrong."
     status,holder = self.status,self.folder.holder
     rows = dict(status=status, **_position_rows(self.position))
+    if status == "running" and (left := self.left): rows["time left"] = left
     if holder: rows["process"] = f"{holder['pid']} on {holder['host']} since {holder['since']}"
     rows |= _record_rows(self)
     if status == "interrupted": rows["interrupted"] = self.folder.interruption
@@ -157,10 +173,11 @@ def plots(self:Run)->dict:
 
 @patch
 def live_plots(self:Run)->dict:
-    "Success matrix (or that of returns) and training loss, as far as there are records for them."
+    "Success matrix (or that of returns), success over the stream and training loss, as far as there are records for them."
     if not (self.path/"stream.json").exists(): return {}
     records,losses = self.folder.episodes(_quiet),losses_of(self.folder.logs(_quiet))
     figures = measured(self.path, records) if records else {}
+    if "Success matrix" in figures: figures["Success over the stream"] = success_lines(matrix_of(self.path, records))
     return figures | ({"Training loss": loss_curves(losses)} if losses else {})
 
 # %% ../../nbs/run/12_watch.ipynb #60c3e273
@@ -199,26 +216,34 @@ class Board:
 
 # %% ../../nbs/run/12_watch.ipynb #43eddb37
 class Drawing:
-    "The figures of a run, drawn again when they are due and there are new records."
+    "The time left and the figures of a run, drawn again when they are due and there are new records."
     def __init__(self,
         run:Run,
         board:Board=None, # None: one of its own
-        every:float=20. # seconds between two drawings; ten times what a drawing takes where that is longer
-    ): self.run,self.board,self.every,self.due,self.drawn_until = run,board or Board(),every,0.,None
+        every:float=2.    # seconds between two drawings; more where drawing would take more than 2 % of a core
+    ):
+        self.run,self.board,self.every,self.due = run,board or Board(),every,0.
+        self.drawn_until,self.is_first = None,True
 
     def __call__(self,
         now:bool=False # whether they are due or not
     ):
         "Draw them, if they are due."
         if not now and (time.monotonic() < self.due or self.drawn_until == self.run.last_time): return
-        t0,self.drawn_until = time.monotonic(),self.run.last_time
-        for name,fig in self.run.live_plots().items(): self.board.put(name, fig)
-        self.due = time.monotonic()+max(self.every, 10*(time.monotonic()-t0))
+        used,self.drawn_until = time.thread_time(),self.run.last_time
+        left = self.run.left
+        if left and "table" not in self.board.handles: self.board.put("time left", Text(f"time left: {left}"))
+        figures = self.run.live_plots()
+        for name,fig in figures.items(): self.board.put(name, fig)
+        used = 0. if self.is_first else time.thread_time()-used   # the first drawing loads Plotly's parts, too
+        if figures: self.is_first = False
+        self.due = time.monotonic()+max(self.every, 50*used)
 
     def clear(self):
         "Leave a line in the place of each figure."
-        for name in self.run.live_plots():
-            if name in self.board.handles: self.board.put(name, Text(f"{name}: the final figure is below"))
+        for name in [name for name in self.board.handles if name not in ("bars", "table")]:
+            done = "the run has ended" if name == "time left" else "the final figure is below"
+            self.board.put(name, Text(f"{name}: {done}"))
 
 @patch(as_prop=True)
 def hint(self:Run)->str:
@@ -229,7 +254,7 @@ def hint(self:Run)->str:
 @patch
 def follow(self:Run,
     every:float=2.,        # seconds between two updates
-    plots_every:float=20., # seconds between two drawings of the figures; longer when drawing takes long
+    plots_every:float=2.,  # seconds between two drawings of the figures; longer when drawing takes long
     show=print             # gets plain lines where no notebook is
 )->str:                    # the status at the end
     "Show how far the run is until it ends. An interrupt ends the watching, not the run."

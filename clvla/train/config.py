@@ -19,6 +19,7 @@ from ..eval.plan import planned
 from ..core.config import long_form
 from ..run.config import RunConfig, check_machine, check_values, folder_name, in_own_folder, resolve, settings_of, sorted_cl, stream_name, threads_of, world_of
 from ..run.plugins import import_plugins
+from ..run.sinks import check_sink
 from .schedules import check_schedule
 
 # %% ../../nbs/train/00_config.ipynb #e86e98ab
@@ -115,7 +116,7 @@ class EvaluationSettings:
 OWN = dict(batch_size=32, lora_rank=0)   # where neither stream nor policy has a default
 FILLED = "image_size","state_dim","action_dim","n_actions","H","head"   # arguments of a policy that the run gives
 CL = "mir"   # what is done against forgetting where nobody says it
-BEGIN = import_plugins,sorted_cl,in_own_folder,check_values,planned   # steps of `resolve` that every learner's config has
+BEGIN = import_plugins,sorted_cl,in_own_folder,check_values,planned,check_sink   # steps of `resolve` that every learner's config has
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig):
