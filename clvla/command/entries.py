@@ -57,7 +57,7 @@ def points(grid:dict)->list: return [dict(zip(grid, point)) for point in product
 
 # %% ../../nbs/command/05_entries.ipynb #6b3a6a8f
 KEYS = dict(experiment="str", name="str", folder="str", parameters="str", shared="dict", grid="dict or str",
-            list="list", compare="dict", parts="int")   # and their types
+            list="list", compare="dict", parts="int", search="dict")   # and their types
 EXPERIMENTS = {page: command for command,page in PAGES.items() if page in ("run_cl", "run_rl", "run_crl", "eval_cl")}
 OWN = "experiment","name","parameters"   # what a line of the list may say besides settings
 
@@ -74,6 +74,7 @@ class Sweep:
     compare:dict = field(default_factory=dict)# by, baseline
     beside:str = "."            # folder in which other files are looked for
     parts:int = 0               # pieces that each evaluation is divided into; 0: none
+    search:dict = field(default_factory=dict) # settings to be searched (page command/search)
 
 def read_sweep(
     file # YAML or JSON
@@ -84,7 +85,7 @@ def read_sweep(
     try: said = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
     except (ValueError, yaml.YAMLError) as e: raise ValueError(f"{path}: {e}; expected a sweep in YAML or JSON") from e
     if isinstance(said, list): said = dict(list=said)
-    if not isinstance(said, dict) or not {"grid", "list", "parts"} & said.keys():
+    if not isinstance(said, dict) or not {"grid", "list", "parts", "search"} & said.keys():
         raise ValueError(f"{path} is no sweep: expected a list of settings, or a dict with 'grid' or 'list' in it, as in "
                          "grid: {seed: 0..9}")
     for k,v in said.items():
@@ -221,7 +222,7 @@ def check_entries(
             same = seen.setdefault(key_of(cfg), entry)
             if same is not entry: raise ValueError(f"the same settings as {same}")
             kind = key_of(cfg, ("seed",))
-            if kind not in looked: looked[kind] = _look(cfg)
+            if kind not in looked: looked[kind] = "" if entry.after else _look(cfg)   # what it evaluates may be to come
             if looked[kind]: raise ValueError(looked[kind])
         except (ValueError, ImportError, OSError) as e: wrong.setdefault(str(e), []).append(entry)
     if not wrong: return found

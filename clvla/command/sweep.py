@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['SweepConfig', 'parted', 'of_page', 'chosen_of', 'queue_of', 'spent', 'like', 'estimate', 'duration', 'progress',
            'rows_of', 'counts', 'detail', 'table_text', 'time_left', 'by_of', 'by_stream', 'comparisons_of', 'do_sweep',
-           'nodes_for', 'gpus_for', 'status_of', 'check_done', 'wholes_of', 'swept']
+           'do_entries', 'nodes_for', 'gpus_for', 'status_of', 'check_done', 'wholes_of', 'swept']
 
 # %% ../../nbs/command/06_sweep.ipynb #ab157d5b
 import hashlib, json, os, sys, time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from ..api import Comparison, Measured
@@ -97,6 +98,7 @@ def queue_of(
     sweep = read_sweep(cfg.file) if cfg.file else Sweep(grid=cfg.grid)
     if cfg.experiment: sweep.experiment = cfg.experiment
     if cfg.parts: sweep.parts = cfg.parts
+    if sweep.search: raise ValueError(f"{cfg.file} is a search, which the command clvla sweep {cfg.file} does, and no page")
     entries = entries_of(sweep, said, say)
     digest = hashlib.sha256(json.dumps([asdict(e) for e in entries], sort_keys=True).encode()).hexdigest()[:8]
     folder = cfg.folder or sweep.folder or f"runs/{sweep.name or f'sweep-{digest}'}"
@@ -259,6 +261,17 @@ def do_sweep(
     nodes_for(cfgs, cfg.engine)
     if cfg.dry_run: return queue,rows_of(queue, cfgs)
     if not (queue.folder/"sweep.json").exists() or queue.entries != Queue.open(queue.folder).entries: queue.begin()
+    do_entries(queue, cfg, cfgs, chosen, say, show)
+    return queue,rows_of(queue, cfgs)
+
+def do_entries(
+    queue:Queue, cfg:SweepConfig,
+    cfgs:dict,   # number -> config
+    chosen=None, # numbers of entries; None: all
+    say=print, show=None, # as in `do_sweep`
+    stop=None    # a `StopFlag` of whoever goes on afterwards
+):
+    "Hand entries to an engine until it has nothing left to do."
     remember(queue)
     shown = {}
     def look():
@@ -269,8 +282,7 @@ def do_sweep(
     each = max((getattr(c, "num_processes", 1) for c in cfgs.values()), default=1)
     plan = Plan(cfg.parallel, chosen, cfg.again or chosen is not None, cfg.engine_kw, gpus_for(cfgs.values()), on_end, look, each,
                 nodes_for(cfgs, cfg.engine))
-    with StopFlag() as stop: engines[cfg.engine](queue, begin_entry, plan, stop)
-    return queue,rows_of(queue, cfgs)
+    with nullcontext(stop) if stop else StopFlag() as stop: engines[cfg.engine](queue, begin_entry, plan, stop)
 
 def nodes_for(
     cfgs:dict,  # number -> config
