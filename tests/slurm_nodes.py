@@ -1,6 +1,6 @@
 """A SLURM of two nodes on this machine, for tests: a controller, a daemon for each node, munge between them, all on loopback.
 
-    with nodes(folder) as (env, lose): subprocess.run(["sinfo"], env=env); lose("n1")
+    with nodes(folder) as (env, lose, back): subprocess.run(["sinfo"], env=env); lose("n1"); back("n1")
 
 `why_not()` says in a line why this machine has none. Packages are installed only where $CLVLA_SLURM is "install" (as root, with apt)."""
 import os
@@ -79,20 +79,18 @@ def free_ports(n):
 
 
 def steps_of(node, env):
-    "Processes that hold the job steps of a node."
-    rows = (line.split() for line in subprocess.run(["squeue", "-h", "-o", "%A %N"], env=env, capture_output=True, text=True).stdout.splitlines())
-    names = tuple(f"slurmstepd: [{row[0]}." for row in rows if row[1:] == [node])
-    found = []
-    for p in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if names and p.read_bytes().decode(errors="replace").startswith(names): found.append(int(p.parent.name))
-        except OSError: continue
-    return found
+    "Processes that hold the job steps of a node: what they have started says on which node it is, and of which SLURM."
+    wanted = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={env['SLURM_CONF']}".encode()}
+    def of(pid, name):
+        try: return Path(f"/proc/{pid}/{name}").read_bytes()
+        except OSError: return b""
+    holders = [int(p.name) for p in Path("/proc").glob("[0-9]*") if of(p.name, "cmdline").startswith(b"slurmstepd: [")]
+    return [pid for pid in holders if any(wanted <= set(of(child, "environ").split(b"\0")) for child in descendants(pid))]
 
 
 @contextmanager
 def nodes(folder):
-    "Environment of its commands, and a function that takes a node away with all that runs on it."
+    "Environment of its commands, a function that takes a node away with all that runs on it, and one that brings it back."
     folder, started = Path(folder), []
     for name in ("state", "spool-n0", "spool-n1", "munge"): (folder/name).mkdir(parents=True)
     for p in (folder, *folder.parents): # munge wants to reach its socket, and nobody else to be able to write there
@@ -110,17 +108,20 @@ def nodes(folder):
         while not (folder/"munge/socket").exists() and time.monotonic() < deadline: time.sleep(.1)
         daemon("slurmctld", "-D", "-f", folder/"slurm.conf")
         time.sleep(1)
-        daemons = {name: daemon("slurmd", "-D", "-f", folder/"slurm.conf", "-N", name) for name in ("n0", "n1")}
+        daemons = {}
+        def back(node): daemons[node] = daemon("slurmd", "-D", "-f", folder/"slurm.conf", "-N", node)
+        for name in ("n0", "n1"): back(name)
         while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], env=env, capture_output=True, text=True).stdout.strip() != "2":
             if time.monotonic() > deadline+40: raise DoesNotStart(f"SLURM's two nodes are not idle after a minute: {last_line(folder)}")
             time.sleep(.2)
 
-        def lose(node):
-            "SIGKILL to a node's daemon and to all of its jobs."
+        def lose(node, noticed=False):
+            "SIGKILL to a node's daemon and to all of its jobs; `noticed` at once, as by a cluster's own watch over its nodes."
             steps = steps_of(node, env)
             send_signal([daemons[node].pid, *(q for p in steps for q in (p, *descendants(p)))], signal.SIGKILL)
             daemons[node].wait()
-        yield env, lose
+            if noticed: subprocess.run(["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost"], env=env, check=True)
+        yield env, lose, back
     finally:
         subprocess.run(["scancel", "--user", "root"], env=env, capture_output=True)
         for p in [q for name in ("n0", "n1") for s in steps_of(name, env) for q in (s, *descendants(s))]: send_signal([p], signal.SIGKILL)

@@ -25,7 +25,7 @@ MAY = dict(core=set(), data=set(), envs={"data"}, cl=set(), policies=set(), eval
 LAZY = {
     ("clvla.run.__main__", "clvla.run.shell"): ("torch", "the process that starts the ranks of a run needs no torch"),
     ("clvla.command.main", "clvla.command.runs"): ("torch", "a terminal answers --help and a wrong name at once"),
-    ("clvla.command.main", "clvla.command.sweep"): ("torch", "a terminal answers --help and a wrong name at once"),
+    ("clvla.command.main", "clvla.command.search"): ("torch", "a terminal answers --help and a wrong name at once"),
     ("clvla.command.main", "clvla.command.stats"): ("torch", "a terminal answers --help and a wrong name at once"),
     ("clvla.command.main", "clvla.command.lists"): ("torch", "a terminal answers --help and a wrong name at once"),
     ("clvla.command.main", "clvla.command.doctor"): ("numpy", "a terminal answers --help and a wrong name at once"),

@@ -444,3 +444,53 @@ def test_other_experiments_in_one_list(finished, home, shared_data, capsys, monk
     played = (evaluation/"episodes.jsonl").read_text()
     assert len(played.splitlines()) == 6   # stage 0: 1 task, stage 1: 2 tasks, of 2 trials
     assert main(["sweep", "three.json", "--json"]) == 0 and (evaluation/"episodes.jsonl").read_text() == played
+
+
+# an evaluation in parts
+
+def test_parts_of_an_evaluation_are_merged_by_one_command(finished, home, capsys, monkeypatch):
+    "Three entries in two workers, and the whole after them: record for record what one process plays."
+    from clvla.train.checkpoint_eval import eval_cl
+    from clvla.train.eval_config import EvalConfig
+    monkeypatch.chdir(home)
+    run = home/"runs/s/001-er-s1"
+    words = ["--experiment", "eval_cl", "--parts", "3", "-p", "run_dir", str(run), "-p", "n_trials", "3", "-p", "evaluate", "full", "-p", "n_workers", "1", "--folder", "runs/parts"]
+    assert main(["sweep", *words, "--parallel", "2", "--json"]) == 0, capsys.readouterr().err
+    rows = json.loads(capsys.readouterr().out)["entries"]
+    assert [r["name"].rpartition("-")[2] for r in rows] == ["part0of3", "part1of3", "part2of3", "run"] and {r["state"] for r in rows} == {"done"}
+    bare = lambda folder: sorted((r["stage"], r["task"], r["trial"], r["success"], r["steps"], r["reward"]) for r in map(json.loads, (folder/"episodes.jsonl").read_text().splitlines()))
+    whole = run/"evals/full-0+3-s0"
+    merged, parts = bare(whole), [bare(whole.with_name(f"{whole.name}-part{k}of3")) for k in range(3)]
+    assert list(map(len, parts)) == [4]*3 and sorted(sum(parts, [])) == merged, "the whole has played nothing itself"
+    whole.rename(run/"evals/aside")
+    for k in range(3): whole.with_name(f"{whole.name}-part{k}of3").rename(home/f"part{k}")
+    alone = eval_cl(EvalConfig(run_dir=str(run), n_trials=3, evaluate="full", n_workers=1, batch=8), len)
+    assert bare(alone.path) == merged
+
+
+def test_the_whole_waits_for_its_parts_and_is_taken_once(tmp_path):
+    "Workers that have one part each, as the tasks of an array job: the one that ends last takes the whole; after a failure nobody does."
+    parts = [Entry(k, f"p{k}", "eval_cl", dict(part=f"{k}/2"), dict(part=f"{k}/2")) for k in range(2)]
+    queue = Queue(tmp_path/"q", [*parts, Entry(2, "whole", "eval_cl", {}, {}, after=[0, 1])])
+    queue.begin()
+    assert Queue.open(queue.folder).entries == queue.entries
+    one, other = Queue.open(queue.folder), Queue.open(queue.folder)
+    a, b = take_next(one, [0])[0], take_next(other, [1])[0]
+    one.claims(a).write_end(1, state="done")
+    assert take_next(one, [0]) == (None, None, False), "it does not wait for the other one"
+    other.claims(b).write_end(1, state="failed", error="x")
+    assert take_next(other, [1]) == (None, None, False) and take_next(other) == (None, None, False)
+    other.claims(b).take(2)
+    other.claims(b).write_end(2, state="done")
+    assert take_next(other, [1])[0].name == "whole" and take_next(one, [0]) == (None, None, True)
+
+
+def test_gpus_by_name_give_each_worker_one(tmp_path, monkeypatch):
+    begin = child(monkeypatch, f"import os; open({str(tmp_path)!r}+f'/{{os.getpid()}}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])")
+    monkeypatch.setattr("clvla.run.engines.count_gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    queue = queue_in(tmp_path, 4)
+    engines["local"](queue, begin, Plan(settings=dict(gpus="0,1")), StopFlag())
+    said = sorted(p.read_text() for p in tmp_path.iterdir() if p.is_file())
+    assert len(said) == 4 and set(said) <= {"0", "1"}
+    with pytest.raises(ValueError, match="this machine has 2 of them"): engines["local"](queue, begin, Plan(settings=dict(gpus="2")), StopFlag())

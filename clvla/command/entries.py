@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['KEYS', 'EXPERIMENTS', 'OWN', 'values_of', 'grid_of', 'points', 'Sweep', 'read_sweep', 'plain', 'label_of', 'given_of',
-           'plan_of', 'entries_of', 'config_of', 'key_of', 'check_entries', 'begin_entry', 'results_of']
+           'plan_of', 'in_parts', 'entries_of', 'config_of', 'key_of', 'check_entries', 'begin_entry', 'results_of']
 
 # %% ../../nbs/command/05_entries.ipynb #fa07eb96
 import json, re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from ..core.names import closest
@@ -58,7 +58,7 @@ def points(grid:dict)->list: return [dict(zip(grid, point)) for point in product
 
 # %% ../../nbs/command/05_entries.ipynb #6b3a6a8f
 KEYS = dict(experiment="str", name="str", folder="str", parameters="str", shared="dict", grid="dict or str",
-            list="list", compare="dict", plan="str or dict")   # and their types
+            list="list", compare="dict", plan="str or dict", parts="int", search="dict")   # and their types
 EXPERIMENTS = {page: command for command,page in PAGES.items() if page in ("run_cl", "run_rl", "run_crl", "eval_cl")}
 OWN = "experiment","name","parameters"   # what a line of the list may say besides settings
 
@@ -75,6 +75,8 @@ class Sweep:
     compare:dict = field(default_factory=dict)# by, baseline
     plan:str|dict = ""          # file of a plan, which each entry then has (page eval/plan)
     beside:str = "."            # folder in which other files are looked for
+    parts:int = 0               # pieces that each evaluation is divided into; 0: none
+    search:dict = field(default_factory=dict) # settings to be searched (page command/search)
 
 def read_sweep(
     file # YAML or JSON
@@ -85,7 +87,7 @@ def read_sweep(
     try: said = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
     except (ValueError, yaml.YAMLError) as e: raise ValueError(f"{path}: {e}; expected a sweep in YAML or JSON") from e
     if isinstance(said, list): said = dict(list=said)
-    if not isinstance(said, dict) or not {"grid", "list"} & said.keys():
+    if not isinstance(said, dict) or not {"grid", "list", "parts", "search"} & said.keys():
         raise ValueError(f"{path} is no sweep: expected a list of settings, or a dict with 'grid' or 'list' in it, as in "
                          "grid: {seed: 0..9}")
     for k,v in said.items():
@@ -144,6 +146,20 @@ def plan_of(sweep:Sweep, said:dict)->dict|str: # "" where there is none
     return read_plan(beside if beside.is_file() else plan)
 
 # %% ../../nbs/command/05_entries.ipynb #cbbbb009
+def in_parts(
+    entry:Entry,
+    n:int       # pieces
+)->list:        # of `Entry`: the pieces, and the whole after them
+    "Divide an evaluation; ValueError for an entry that is none."
+    if entry.experiment != "eval_cl": raise ValueError(f"parts divides evaluations (eval_cl), and this is {entry.experiment}; leave it out")
+    if n < 2: raise ValueError(f"parts is {n}, expected 2 or more")
+    if "part" in entry.own or entry.given.get("part", "0/1") != "0/1":
+        raise ValueError("parts and part are given; leave out part, each of them becomes an entry")
+    first = entry.number
+    piece = lambda k: {k_: v | dict(part=f"{k}/{n}") for k_,v in dict(own=entry.own, given=entry.given).items()}
+    pieces = [replace(entry, number=first+k, name=f"{entry.name}-part{k}of{n}", **piece(k)) for k in range(n)]
+    return [*pieces, replace(entry, number=first+n, after=[*range(first, first+n)])]
+
 def entries_of(
     sweep:Sweep,
     said:dict=None, # settings of all entries that the command gives
@@ -154,7 +170,8 @@ def entries_of(
     if plan := plan_of(sweep, said): said = said | dict(plan=plan)
     once = lambda line: line in heard or heard.add(line) or say(line)   # the same for many entries
     rows = [(line, point) for line in sweep.list or [{}] for point in points(grid_of(sweep.grid))]
-    for number,(line,point) in enumerate(rows):
+    for line,point in rows:
+        number = len(entries)
         try:
             line = plain(line)
             own = {k: v for k,v in line.items() if k not in OWN} | point
@@ -166,7 +183,8 @@ def entries_of(
             name = line.get("name", "")
             label = "" if name and not point else label_of(point if name else own)
             name = re.sub(r"[^\w.+-]+", "_", "-".join(map(str, filter(None, [name, label]))))
-            entries.append(Entry(number, name, experiment, own, json.loads(json.dumps(given))))
+            entry = Entry(number, name, experiment, own, json.loads(json.dumps(given)))
+            entries += in_parts(entry, sweep.parts) if sweep.parts else [entry]
         except (ValueError, TypeError, FileNotFoundError) as e:
             said_here = line | point if isinstance(line, dict) else line
             raise ValueError(f"entry {number} ({said_here}): {e}") from e
@@ -216,7 +234,7 @@ def check_entries(
             same = seen.setdefault(key_of(cfg), entry)
             if same is not entry: raise ValueError(f"the same settings as {same}")
             kind = key_of(cfg, ("seed",))
-            if kind not in looked: looked[kind] = _look(cfg)
+            if kind not in looked: looked[kind] = "" if entry.after else _look(cfg)   # what it evaluates may be to come
             if looked[kind]: raise ValueError(looked[kind])
         except (ValueError, ImportError, OSError) as e: wrong.setdefault(str(e), []).append(entry)
     if not wrong: return found

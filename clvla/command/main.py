@@ -110,8 +110,8 @@ def of_run(command:str, words:Words, o):
 # %% ../../nbs/command/04_main.ipynb #58d73eee
 def of_sweep(command:str, words:Words, o):
     "Do many runs."
-    from clvla.command import runs, sweep
-    found,text,status = sweep.swept(runs.read_files(words.files) | words.of("sweep"))
+    from clvla.command import runs, search
+    found,text,status = search.swept(runs.read_files(words.files) | words.of("sweep"))
     return found | dict(exit_status=status),text
 
 def of_audit(command:str, words:Words, o):

@@ -5,25 +5,27 @@
 # %% auto #0
 __all__ = ['SweepConfig', 'parted', 'of_page', 'chosen_of', 'queue_of', 'spent', 'like', 'estimate', 'duration', 'progress',
            'rows_of', 'counts', 'detail', 'table_text', 'time_left', 'by_of', 'by_stream', 'comparisons_of', 'do_sweep',
-           'gpus_for', 'status_of', 'check_done', 'swept']
+           'do_entries', 'nodes_for', 'gpus_for', 'status_of', 'check_done', 'wholes_of', 'swept']
 
 # %% ../../nbs/command/06_sweep.ipynb #ab157d5b
 import hashlib, json, os, sys, time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from ..api import Comparison, compared
+from ..api import Comparison, Measured, compared
 from ..core.files import read_json
 from ..core.names import closest
 from ..core.plugins import load_plugins
 from ..eval.compare import REPEAT, CompareConfig, baseline_of, find_runs, group, label
-from ..run.config import NOT_PARAMETERS, count_gpus, make_config, refuse_twice, stream_name, value_of
+from ..run.config import NOT_PARAMETERS, count_gpus, make_config, read_config, refuse_twice, stream_name, value_of
 from ..run.launch import RunStopped
 from ..run.engines import Plan, engines
 from ..run.queue import Queue, remember
 from ..run.stop import EXIT_STOPPED, StopFlag
 from ..run.watch import Run
-from .entries import Sweep, begin_entry, check_entries, entries_of, plan_of, read_sweep, results_of, values_of
-from .runs import comparison_facts, comparison_text
+from ..train.eval_config import EvalConfig, check_eval
+from .entries import Sweep, begin_entry, check_entries, config_of, entries_of, plan_of, read_sweep, results_of, values_of
+from .runs import comparison_facts, comparison_text, facts, reached, told
 
 # %% ../../nbs/command/06_sweep.ipynb #8b300ed4
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class SweepConfig:
     engine_kw:dict = field(default_factory=dict)  # settings of the engine
     parallel:int = 0            # entries at the same time; 0: as there is room
     patience:float = 60.        # seconds without a sign of life after which a machine counts as gone
+    parts:int = 0               # pieces that each evaluation is divided into; 0: as the file says, or none
 
     @classmethod
     def settings(cls, given:dict)->dict: return {}
@@ -50,9 +53,9 @@ def parted(
     "Tell apart what the sweep and what its runs are told; ValueError for a value that cannot be meant."
     own = {f.name for f in fields(SweepConfig)}
     cfg = make_config(SweepConfig, {k: v for k,v in given.items() if k in own})
-    for k,least in dict(parallel=0, patience=1).items():
+    for k,least in dict(parallel=0, patience=1, parts=0).items():
         if getattr(cfg, k) < least: raise ValueError(f"{k} must be {least} or more, found {getattr(cfg, k)}")
-    if not cfg.file and not cfg.grid:
+    if not cfg.file and not cfg.grid and not cfg.parts:
         raise ValueError("expected the file of a sweep, or a grid as in --grid 'algo=er,mir;seed=0..9'; see clvla sweep --help")
     said = {k: v for k,v in given.items() if k not in own}
     load_plugins(value_of("plugins", said.get("plugins", []), list))   # they may bring an engine
@@ -88,12 +91,14 @@ def queue_of(
 )->Queue:
     "The sweep that a command means; ValueError where it cannot be one. Nothing is written."
     if cfg.file and (Path(cfg.file)/"sweep.json").is_file():
-        if extra := [*said, *(k for k in ("grid", "experiment", "folder") if getattr(cfg, k))]:
+        if extra := [*said, *(k for k in ("grid", "experiment", "folder", "parts") if getattr(cfg, k))]:
             raise ValueError(f"{cfg.file} is a sweep that was begun, and {extra[0]} belongs to its beginning; leave it out")
         return Queue.open(cfg.file, cfg.patience)
     if cfg.file and cfg.grid: raise ValueError("expected a file or a grid, found both; a grid may stand in the file")
     sweep = read_sweep(cfg.file) if cfg.file else Sweep(grid=cfg.grid)
     if cfg.experiment: sweep.experiment = cfg.experiment
+    if cfg.parts: sweep.parts = cfg.parts
+    if sweep.search: raise ValueError(f"{cfg.file} is a search, which the command clvla sweep {cfg.file} does, and no page")
     entries = entries_of(sweep, said, say)
     digest = hashlib.sha256(json.dumps([asdict(e) for e in entries], sort_keys=True).encode()).hexdigest()[:8]
     folder = cfg.folder or sweep.folder or f"runs/{sweep.name or f'sweep-{digest}'}"
@@ -229,7 +234,8 @@ def comparisons_of(
     rows:list
 )->dict: # name of the stream -> `Comparison`
     "Compare what is done; ValueError where it cannot be compared."
-    done = {r["entry"] for r in rows if r["state"] == "done"}
+    parts = {k for e in queue.entries for k in e.after}
+    done = {r["entry"] for r in rows if r["state"] == "done"}-parts
     if len(done) < 2: raise ValueError("fewer than two entries are done")
     about = queue.about.get("compare", {})
     if wrong := [k for k in about if k not in ("by", "baseline")]:
@@ -255,8 +261,20 @@ def do_sweep(
     queue = queue_of(cfg, said, say)
     chosen = chosen_of(cfg.only, len(queue.entries))
     cfgs = check_entries(queue, chosen)
+    nodes_for(cfgs, cfg.engine)
     if cfg.dry_run: return queue,rows_of(queue, cfgs)
     if not (queue.folder/"sweep.json").exists() or queue.entries != Queue.open(queue.folder).entries: queue.begin()
+    do_entries(queue, cfg, cfgs, chosen, say, show)
+    return queue,rows_of(queue, cfgs)
+
+def do_entries(
+    queue:Queue, cfg:SweepConfig,
+    cfgs:dict,   # number -> config
+    chosen=None, # numbers of entries; None: all
+    say=print, show=None, # as in `do_sweep`
+    stop=None    # a `StopFlag` of whoever goes on afterwards
+):
+    "Hand entries to an engine until it has nothing left to do."
     remember(queue)
     shown = {}
     def look():
@@ -265,16 +283,34 @@ def do_sweep(
         shown["at"] = time.monotonic()
     def on_end(entry, end): say(f"{entry}: {end['state']}"+f", {end.get('error', '')}"*(end["state"] == "failed"))
     each = max((getattr(c, "num_processes", 1) for c in cfgs.values()), default=1)
-    plan = Plan(cfg.parallel, chosen, cfg.again or chosen is not None, cfg.engine_kw, gpus_for(cfgs.values()), on_end, look, each)
-    with StopFlag() as stop: engines[cfg.engine](queue, begin_entry, plan, stop)
-    return queue,rows_of(queue, cfgs)
+    plan = Plan(cfg.parallel, chosen, cfg.again or chosen is not None, cfg.engine_kw, gpus_for(cfgs.values()), on_end, look, each,
+                nodes_for(cfgs, cfg.engine))
+    with nullcontext(stop) if stop else StopFlag() as stop: engines[cfg.engine](queue, begin_entry, plan, stop)
+
+def nodes_for(
+    cfgs:dict,  # number -> config
+    engine:str, # where they run
+    env=os.environ
+)->int:         # 1 where runs stay on one machine, or name their hosts
+    "How many nodes of SLURM each entry wants; ValueError where they differ, or where an engine cannot give them."
+    wanted = {k: m if isinstance(m := getattr(c, "machines", ""), int) and m > 1 else 1 for k,c in cfgs.items()}
+    n,few = max(wanted.values(), default=1),min(wanted, key=wanted.get, default=0)
+    if wanted.get(few, n) != n:
+        raise ValueError(f"entry {few} wants {wanted[few]} of SLURM's nodes, and others {n}; a job of SLURM has one number of them, so "
+                         "make two sweeps, with different `machines`")
+    if n > 1 and engine == "local" and not env.get("SLURM_JOB_ID"):
+        raise ValueError(f"machines is {n}, nodes that SLURM chooses, and this command is in none of its jobs; use --engine slurm, "
+                         "or name the hosts, as in machines 'alpha,beta'")
+    if n > 1 and engine == "ray": raise ValueError(f"machines is {n}, and engine 'ray' has one machine for each entry; use engine slurm")
+    return n
 
 def gpus_for(
     cfgs # of the entries
 )->tuple: # their names for CUDA; () where no entry uses one, or one says itself which
     "The GPUs of this machine that may be shared out."
     chosen = lambda c: any(getattr(c, k, None) not in (None, "") for k in ("gpus", "train_gpu", "rollout_gpus"))
-    if any(map(chosen, cfgs)) or all(getattr(c, "device", "cpu") == "cpu" for c in cfgs): return ()
+    device = lambda c: read_config(c.run_dir).device if isinstance(c, EvalConfig) else getattr(c, "device", "cpu")
+    if any(map(chosen, cfgs)) or all(device(c) == "cpu" for c in cfgs): return ()
     return tuple(x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x) or tuple(range(count_gpus()))
 
 def status_of(rows:list)->int:
@@ -288,6 +324,15 @@ def check_done(rows:list):
     if status_of(rows): raise RunStopped(f"{counts(rows)}; the same command goes on")
 
 # %% ../../nbs/command/06_sweep.ipynb #24639337
+def wholes_of(
+    queue:Queue,
+    rows:list
+)->list:
+    "What evaluations have reached that were played in parts and are whole."
+    done = {r["entry"] for r in rows if r["state"] == "done"}
+    wholes = [check_eval(config_of(queue, e)) for e in queue.entries if e.after and e.number in done]
+    return [reached(Measured(e.cfg.folder, e.home)) for e in wholes]
+
 def swept(
     given:dict # parameter -> value
 )->tuple:      # what JSON says; the text; exit status
@@ -299,6 +344,9 @@ def swept(
     found = dict(folder=str(queue.folder), entries=rows)
     text = f"{table_text(rows, cfg.parallel)}\n{queue.folder}"
     if cfg.dry_run: return found,text+"\nnothing was started (dry_run)",0
+    for r in wholes_of(queue, rows):
+        found.setdefault("evaluations", []).append(facts(r))
+        text += f"\n\n{told(r)}"
     if status_of(rows) == 0 and len(rows) == len(queue.entries) > 1:
         try:
             for name,c in comparisons_of(queue, rows).items():

@@ -13,6 +13,7 @@ from .config import use_gpus, world_of
 from .plugins import changes, plugins_of
 from .child import as_child, end_with_parent
 from .ranks import launch_ranks
+from .nodes import launch_nodes, wants_nodes
 from .folder import RunFolder
 
 # %% ../../nbs/run/06_main.ipynb #06a00002
@@ -39,7 +40,7 @@ def main(
     if len(args) == 2:
         for line in changes(run.path): print(line)   # a run says it itself
         evaluations[cfg.learner](run.path, args[1])
-    elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_ranks(cfg))
+    elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_nodes(cfg) if wants_nodes(cfg) else launch_ranks(cfg))
     else:
         from clvla.run.shell import run_learner
         run_learner(cfg)

@@ -7,13 +7,13 @@ __all__ = ['LATE', 'GONE', 'as_child', 'explain', 'end_with_parent', 'watch_pare
 
 # %% ../../nbs/run/05_child.ipynb #dea92a61
 import logging, os, re, signal, sys, threading, time, traceback
-from .stop import EXIT_STOPPED, Stopped
+from .stop import EXIT_LOST, EXIT_STOPPED, Stopped
 
 # %% ../../nbs/run/05_child.ipynb #d295a229
 def as_child(
     work # called without arguments
 ):
-    "Do `work` as a process that a page or a launcher follows; ends the process with 75 (stopped) or 1 (failed)."
+    "Do `work` as a process that a page or a launcher follows; ends it with 75 (stopped), 74 (lost another) or 1 (failed)."
     rank,world = int(os.environ.get("RANK", 0)),int(os.environ.get("WORLD_SIZE", 1))
     sys.stdout = Unbroken(open(os.devnull, "w") if rank else sys.stdout)
     sys.stderr = Unbroken(sys.stderr)
@@ -25,7 +25,7 @@ def as_child(
         text = explain(e, rank) or f"process {rank} of {world} failed:\n{traceback.format_exc().rstrip()}"
         sys.stderr.write(text+"\n")
         sys.stderr.flush()
-        sys.exit(1)
+        sys.exit(EXIT_LOST if isinstance(e, RuntimeError) and re.search(GONE, str(e)) else 1)
 
 # %% ../../nbs/run/05_child.ipynb #e8a79e58
 LATE = r"Timed out waiting (\d+) ?ms|monitoredBarrier in (\d+) ?ms|timeout after (\d+) ?ms"

@@ -29,6 +29,7 @@ class Entry:
     experiment:str  # run_cl, run_rl, run_crl or eval_cl
     own:dict        # settings that it does not share with all
     given:dict      # all settings, without folders
+    after:list = field(default_factory=list) # numbers of the entries that have to be done before
 
     @property
     def folder(self)->str: return f"{self.number:03d}-{self.name}"   # of its run, inside the sweep's folder
@@ -123,6 +124,8 @@ def may_take(
     again=False # what has failed, too
 )->bool:
     "Whether a worker takes an entry."
+    with queue._lock:
+        if any(state_of(queue, queue.entries[k]).state != "done" for k in s.entry.after): return False
     before = (s.entry.number, s.claim) in queue.passed
     if s.state == "stopped": return before or bool(s.end.get("lost") or s.end.get("asked"))
     return s.state == "todo" or s.state == "failed" and again and before
@@ -133,13 +136,13 @@ def remember(queue:Queue):
 
 def take_next(
     queue:Queue,
-    chosen=None, # numbers of entries; None: all
+    chosen=None, # numbers of entries, and with them those that come after them; None: all
     again=False  # what has failed, too
 )->tuple:        # entry and number of the claim, or None twice; whether another process has some still
     "Claim the first entry that is free."
     others = False
     for entry in queue.entries:
-        if chosen is not None and entry.number not in chosen: continue
+        if chosen is not None and not {entry.number, *entry.after} & {*chosen}: continue
         with queue._lock: s = state_of(queue, entry)
         may = may_take(queue, s, again)
         if may and queue.claims(entry).take(s.claim+1, every=queue.every): return entry,s.claim+1,False

@@ -9,7 +9,7 @@ __all__ = ['LINUX', 'PORT', 'STOP_SIGNALS', 'HANGS', 'launch_ranks', 'rank_args'
 import logging, os, shlex, signal, sys, threading
 from pathlib import Path
 from ..core.processes import descendants, kill_all, send_signal
-from .stop import EXIT_STOPPED, exit_text, oom_kills
+from .stop import EXIT_LOST, EXIT_STOPPED, exit_text, oom_kills
 from .config import RunConfig, device_of, hosts, threads_of
 
 # %% ../../nbs/run/04_ranks.ipynb #1d8d19a5
@@ -18,7 +18,7 @@ LINUX = sys.platform == "linux"   # elsewhere there is no /proc that lists the r
 def launch_ranks(
     cfg:RunConfig,      # of a run that was begun
     module="clvla.run"  # what each rank runs, with the run folder as its argument
-)->int:                 # exit code: 0 done, 75 stopped, 1 failed
+)->int:                 # exit code: 0 done, 75 stopped, 74 lost another machine, 1 failed
     "Start this machine's ranks, pass signals on to them, and wait; RuntimeError when the machines do not meet."
     folder,kills = Path(cfg.run_dir),oom_kills()
     earlier_stop = _written_at(folder/"stopped.json")
@@ -75,7 +75,7 @@ def commands(
 )->list:          # one command per machine
     "What to type on each machine of a run; the page on the first machine types its own."
     n = len(hosts(cfg))
-    if n < 2: return [shlex.join(["python", "-m", "clvla.run", cfg.run_dir])]
+    if n < 2 or isinstance(cfg.machines, int): return [shlex.join(["python", "-m", "clvla.run", cfg.run_dir])]
     run_dir = str(Path(cfg.run_dir).absolute())
     return [f"CLVLA_NODE={node} "+shlex.join(["python", "-m", "clvla.run", run_dir]) for node in range(n)]
 
@@ -119,13 +119,13 @@ def exit_code(
     done:bool,             # done.json is there
     kills:int|None=None,   # `oom_kills()` before the ranks were started
     show=print             # called with a line for each rank that a signal killed
-)->int:                    # 0, 75 or 1
+)->int:                    # 0, 75, 74 or 1
     "Exit code of a run of several processes."
     if done or not codes: return 0
     failed = {rank: code for rank,code in codes.items() if code not in (EXIT_STOPPED, -signal.SIGTERM)}
     if not failed and (stopped or EXIT_STOPPED in codes.values()): return EXIT_STOPPED
     for rank,code in sorted((failed or codes).items()):
         if code < 0: show(f"process {rank} {exit_text(code, kills)}{HANGS.get(code, '')}")
-    return 1
+    return EXIT_LOST if {*failed.values()} == {EXIT_LOST} else 1
 
 HANGS = {-signal.SIGABRT: "; on GPUs, a wait for another process ends like this after `timeout` minutes"}
