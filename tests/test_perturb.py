@@ -26,6 +26,7 @@ from clvla.train.config import TrainConfig, resolve
 from clvla.train.eval_config import EvalConfig, check_eval, each_of, read_eval_config
 from clvla.train.kept_evals import kept_evals
 from clvla.train.learner import train_cl
+from libero_help import libero_root
 
 # ---------------------------------------------------------------------- names and strengths
 
@@ -195,3 +196,14 @@ def test_an_arm_that_was_driven_plays_a_whole_episode(scene):
     assert .01 < np.linalg.norm((env.state-before)[:3]) < .1 and (env.t, env.ended, env.sim.curr_path_length) == (0, False, 0)
     while not env.ended: *_,success,terminated,truncated = env.step(env.expert())
     assert terminated and not truncated
+
+@pytest.mark.parametrize("protocol,perturb", [("fast", dict(camera=1., light=1.)), ("fast", dict(start=1., distractors=1.)), ("published", dict(camera=1., light=1.))])
+def test_libero(protocol, perturb):
+    "What is drawn changes under both protocols, what the arm feels with `start` alone; a trial is the same one again."
+    libero_root()
+    def begun(*trials, **kw):
+        spec = make_stream("libero_goal").tasks[0].env | dict(protocol=protocol, cameras=["front", "wrist"], **kw)
+        with closing(make_env(spec, 48)) as env: return [env.reset(trial) for trial in trials][-1]
+    plain,one,again = begun(1),begun(1, perturb=perturb),begun(1, 2, 1, perturb=perturb)
+    assert np.abs(one[IMAGE].astype(int)-plain[IMAGE]).mean() > 1 and all(np.array_equal(one[k], again[k]) for k in one)
+    assert np.array_equal(one[STATE], plain[STATE]) == ("start" not in perturb) and np.abs(one[STATE]-plain[STATE])[:3].max() < .1

@@ -80,6 +80,7 @@ class Scene:
     "An environment whose scene can be changed after a reset; a subclass has methods `camera`, `light`, `start`, `distractors`."
     def __init__(self, env): self.env = env
     def plain(self): "Undo what was changed for the last trial."
+    def ready(self): "Called when everything is changed."
 
 def check_perturb(
     kind,         # a `Kind`
@@ -105,6 +106,7 @@ def under(
         reset(trial, out)
         for name in [name for name in perturb if name != "words"]:   # sentences are the player's
             getattr(stage, name)(perturb[name], np_rng(env.seed, "perturb", name, env.task_id, trial))
+        stage.ready()
         return env.obs(out)
     env.reset = changed_reset
     return env

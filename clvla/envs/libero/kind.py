@@ -28,6 +28,7 @@ class LiberoScene(MujocoScene):
     def area(self)->tuple:
         middle = np.array(self.env.sim.domain.workspace_offset, float)
         return middle-[.25, .3, 0],middle+[.1, .3, 0]
+    def ready(self): self.env.sim.seen.clear()   # pictures that robosuite has drawn before
     def camera(self, strength, rng): self.fixed(CAMERAS["front"], strength*unit(rng), self.area()[0][2])
 
     def start(self, strength, rng):
