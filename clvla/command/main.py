@@ -104,7 +104,8 @@ def of_run(command:str, words:Words, o):
         c = runs.side_by_side(words)
         return runs.comparison_facts(c),runs.comparison_text(c)
     if command == "demo": command,words = "run",Words(DEMO | words.of(command), words.files)
-    r = runs.reached(runs.more_episodes(words) if command == "eval" else runs.begin(command, words))
+    if command == "eval": return runs.evaluated(runs.more_episodes(words))
+    r = runs.reached(runs.begin(command, words))
     return runs.facts(r),runs.told(r)
 
 # %% ../../nbs/command/04_main.ipynb #58d73eee

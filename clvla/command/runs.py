@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEARNERS', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached', 'finite',
-           'rows_of', 'facts', 'shown', 'told', 'begin', 'one_of', 'more_episodes', 'side_by_side', 'comparison_text',
-           'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts', 'measured_at', 'write_tables', 'audited',
-           'asked', 'serve', 'state_text', 'results_text', 'has_blocks', 'watch', 'say_news']
+           'rows_of', 'facts', 'shown', 'told', 'begin', 'one_of', 'more_episodes', 'evaluated', 'side_by_side',
+           'comparison_text', 'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts', 'measured_at',
+           'write_tables', 'audited', 'asked', 'serve', 'state_text', 'results_text', 'has_blocks', 'watch', 'say_news']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
 import csv, json, sys, threading, time
@@ -16,7 +16,9 @@ import numpy as np
 import pandas as pd
 from ..api import Measured, Result, compare, evaluate, open_run, result_of
 from ..core.progress import bars
+from ..envs.perturb import PLAIN
 from ..eval.audit import AuditConfig, audit, audit_facts, check_audit, markdown, paragraph, write_audit
+from ..eval.changed import changed_table
 from ..eval.compare import CompareConfig
 from ..eval.followed import follow_results
 from ..eval.plan import read_plan
@@ -27,6 +29,7 @@ from ..run.config import files_of, fitted, given_twice, make_config, stream_name
 from ..run.report import losses_of, stream_of, without_success
 from ..run.terminal import loss_line, success_line
 from ..run.watch import Run
+from ..train.eval_config import EvalConfig, check_eval, each_of
 from ..train.serve import PolicyServer, serving
 from ..train.validity import audit_stream, plan_text, runs_of
 from .words import Words, defaults_of, page_file
@@ -159,11 +162,21 @@ def one_of(
         raise ValueError(f"expected one {what}, found {words.others or 'none'}; see clvla {command} --help")
     return words.others[0]
 
-def more_episodes(words:Words)->Measured:
-    "Play more episodes with the checkpoints of a run."
+def more_episodes(words:Words)->dict:   # what was changed, "" for nothing -> Measured
+    "Play more episodes with the checkpoints of a run, once for each entry of `perturb`."
     given = read_files(words.files) | words.of("eval")
     if "run_dir" not in given: raise ValueError("expected one folder, found none; see clvla eval --help")
-    return evaluate(given.pop("run_dir"), **given)
+    each = each_of(make_config(EvalConfig, given))
+    for one in each: check_eval(one)   # all are refused before the first begins
+    return {one.changed: evaluate(given["run_dir"], **{k: v for k,v in given.items() if k != "run_dir"}|dict(perturb=one.changed)) for one in each}
+
+def evaluated(found:dict)->tuple: # what was changed -> Measured
+    "Facts for JSON and text of one evaluation, or of several side by side."
+    each = {changed: reached(m) for changed,m in found.items()}
+    if len(each) == 1: return facts(r := next(iter(each.values()))),told(r)
+    table = changed_table({changed: m.records for changed,m in found.items()})
+    of = dict(evaluations={changed or PLAIN: facts(r) for changed,r in each.items()})
+    return of,"\n\n".join([table.to_string(), *(str(m.path) for m in found.values())])
 
 # %% ../../nbs/command/01_runs.ipynb #9177f643
 def side_by_side(words:Words):

@@ -20,6 +20,7 @@ from .learner import AgentLearner
 from ..data.streams import stream_from
 from ..envs.all import make_stream
 from ..eval.metrics import record_key
+from ..eval.plan import planned
 from ..run.checkpoint import check_checkpoint, whole_state
 from ..run.config import device_of
 from ..run.folder import RunFolder
@@ -28,7 +29,7 @@ from ..run.stop import StopFlag
 from ..train.eval_config import EvalConfig, Evaluation, begin_eval, check_eval, check_starts, points_of, read_eval_config
 
 # %% ../../nbs/crl/23_evaluate.ipynb #d3b0eb07
-FIXED = "suite","part","batch","rows_per_task","n_workers"   # settings that an agent's evaluation does not take
+FIXED = "suite","part","batch","rows_per_task","n_workers","policy_server","image_size","perturb"   # settings that an agent's evaluation does not take
 
 def check_eval_agent(
     cfg:EvalConfig,
@@ -43,7 +44,7 @@ def check_eval_agent(
     own = stream_from(read_json(points[-1]/"stream.json"), points[-1]/"stream.json")
     ids = make_stream(dict(base=own, tasks=cfg.chosen)).ids if cfg.chosen else own.ids
     check_starts(cfg, own.tasks)
-    return Evaluation(replace(cfg, run_dir=str(Path(cfg.run_dir).resolve())), run, points, own, own, tuple(dict.fromkeys(ids)))
+    return Evaluation(replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve())), run, points, own, own, tuple(dict.fromkeys(ids)))
 
 # %% ../../nbs/crl/23_evaluate.ipynb #b5581209
 def agent_at(

@@ -179,6 +179,7 @@ class FastRenderer:
         self.raw = np.empty((size, size, 3), np.uint8)
         self.up.users += 1
         self.scene,self.option = mujoco.MjvScene(model, maxgeom=1000),mujoco.MjvOption()
+        self.things = []   # drawn besides the model: (shape, (3,) half sizes, (3,) place in metres, (4,) colour)
         flag = mujoco.mjtRndFlag
         for f in (flag.mjRND_SHADOW, flag.mjRND_REFLECTION, flag.mjRND_HAZE): self.scene.flags[f] = 0
 
@@ -188,6 +189,9 @@ class FastRenderer:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self.up.con)
         mujoco.mjv_updateScene(self.model, self.data, self.option, None, self.camera,
                                mujoco.mjtCatBit.mjCAT_ALL, self.scene)
+        for shape,half,place,colour in self.things:
+            mujoco.mjv_initGeom(self.scene.geoms[self.scene.ngeom], shape, half, place, np.eye(3).ravel(), colour)
+            self.scene.ngeom += 1
         mujoco.mjr_render(self.rect, self.scene, self.up.con)
         mujoco.mjr_readPixels(self.raw, None, self.rect, self.up.con)
         if out is None: return self.raw[::-1].copy()

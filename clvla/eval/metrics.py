@@ -94,6 +94,8 @@ def from_records(
 )->SuccessMatrix:
     "Count the records of the stages' ends, and those of the learning curves."
     if any(r["after"] == JOINT for r in records): stages = (JOINT,)
+    if len(kinds := sorted({r.get("perturb") or "plain" for r in records})) > 1:
+        raise ValueError(f"these episodes were played {' and '.join(kinds)}; make a matrix of each")
     twice = [k for k,c in Counter(map(record_key, records)).items() if c > 1]
     if twice:
         raise ValueError(f"{len(twice)} episodes are recorded twice; the first: stage, step, task, trial = {twice[0]}")

@@ -8,11 +8,13 @@ __all__ = ['BATCH', 'POOL_SEED', 'PARTS', 'CLOCK', 'Player']
 # %% ../../nbs/eval/04_player.ipynb #d5460699
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 import numpy as np
 import torch
 from fastcore.basics import patch
 from ..core.names import N_ACTIONS, closest
-from ..envs.all import kind_of
+from ..envs.all import check_perturbs, kind_of
+from ..envs.perturb import label_of, perturb_of, told
 from ..envs.pool import EnvPool
 from .call import gather, idle_row, predict_groups
 from .metrics import record_key
@@ -50,6 +52,8 @@ class Player:
         self.queue_part = (a+b*rank, b*world)   # the first of our episodes, and how far from one to the next
         self.clock,self.group = dict.fromkeys(CLOCK, 0),group
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
+        check_perturbs(tasks)
+        self.seed,self.perturbs = seed,{i: perturb_of(spec.get("perturb", {})) for i,spec in self.specs.items()}   # task id -> name -> strength
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
         if self.shared:
             self.places = (batch or BATCH)+1   # the last one stays idle
@@ -95,6 +99,7 @@ def evaluate(self:Player,
     else: episodes = OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
     evaluation = self.evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo,
                                  recorder)
+    evaluation.tell(trials)
     was_training,start = policy.training,time.monotonic()
     try:
         policy.train(False)
@@ -117,6 +122,7 @@ class _Evaluation:
         self.idle = idle_row(player.tasks, policy)
         self.obs = {k: np.zeros((self.places, *v.shape[1:]), v.dtype) for k,v in self.pool.obs.items()}
         self.waiting,self.records = [],[]   # rows with an answer, first come first
+        self.told = {}                      # (task id, trial) -> the task with other words
         self.changed = ExitStack()          # what `algo.eval_policy` opened
         self.changed_for = object()         # for which key; this first one equals no row's key, also not None
 
@@ -131,6 +137,17 @@ class _Evaluation:
             if going_on: self._act(going_on)
 
 Player.evaluation = _Evaluation   # page server has another one
+
+# %% ../../nbs/eval/04_player.ipynb #b58ba302
+@patch
+def tell(self:_Evaluation,
+    trials # trial numbers
+):
+    "Find the sentence of each episode where words are changed."
+    player = self.player
+    self.told = {(t.id, i): replace(t, prompt=told(t, player.perturbs[t.id], i, player.seed))
+                 for t in player.tasks if "words" in player.perturbs[t.id] for i in map(int, trials)}
+    if self.told: self.idle = idle_row([*player.tasks, *self.told.values()], self.policy)
 
 # %% ../../nbs/eval/04_player.ipynb #b9b48ba4
 @patch
@@ -152,7 +169,8 @@ def _begin(self:_Evaluation, row):
     episode = self.episodes.take(row)
     if episode is None: return
     task_id,trial = episode
-    row.begin(self.tasks[task_id], trial, self.seed, self.algo.eval_key(task_id) if self.algo else None)
+    task = self.told.get((task_id, trial), self.tasks[task_id])
+    row.begin(task, trial, self.seed, self.algo.eval_key(task_id) if self.algo else None)
     self.pool.reset(row.slot, trial, self.player.specs[task_id])
 
 # %% ../../nbs/eval/04_player.ipynb #8b720e14
@@ -234,6 +252,7 @@ def _record(self:_Evaluation, row, success:bool):
     record = dict(stage=info["stage"], after=info["after"], task=row.task.id, trial=int(row.trial),
                   success=bool(success), steps=row.steps, reward=row.reward, seed=self.seed, restarts=row.restarts,
                   step=info.get("step"), seconds=seconds, **times)
+    if perturb := label_of(self.player.perturbs[row.task.id]): record["perturb"] = perturb
     self.records.append(record)
     self._count(row, parts)
     if self.actions is not None: self.actions[row.task.id, row.trial] = np.concatenate(row.actions)

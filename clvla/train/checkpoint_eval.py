@@ -80,6 +80,7 @@ def plan_for(evaluation:Evaluation, batch:int, device:str)->dict:
     assets = {t.id: identity for t in tasks if t.env and (identity := kind_of(t).identity(t.env))}
     more = {"assets": assets} if assets else {}
     if evaluation.cameras: more["cameras"] = evaluation.cameras
+    if cfg.changed: more["perturb"] = cfg.changed
     policies = [dict(policy_server=address_of(cfg.policy_server))] if cfg.policy_server else [weights_of(p) for p in evaluation.points]
     return plan_of(policies, [cells_of(evaluation, p) for p in evaluation.points],
                    evaluation.trials, cfg.seed, batch, part_of(cfg.part), **more, **_stack_of(evaluation.stream, device))
