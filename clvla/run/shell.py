@@ -125,6 +125,7 @@ class Shell:
 
     def check_stop(self, flag=False)->bool:
         "`Stopped` in all ranks when one of them was asked to stop; else whether `flag` is true in one of them."
+        self.run.check_there()
         stop,flag = agree(self.acc, self.stop.requested, flag)
         if stop: raise Stopped("asked to stop")
         return flag
@@ -182,7 +183,7 @@ def restore(self:Shell, checkpoint:Path|None):
     if checkpoint is not None: load_into(self.learner, checkpoint, self.rank)
     self.saved_position = self.position
     if self.rank == 0:
-        mend_records(self.run, *self.position, read_json(checkpoint/"episodes.json") if checkpoint else [])
+        mend_records(self.run, *self.position, read_json(checkpoint/"episodes.json") if checkpoint else [], checkpoint, self.say)
         if checkpoint: self.say(f"continued after {checkpoint.name}")
         say_versions(self)
     self.acc.wait_for_everyone()
