@@ -28,14 +28,14 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from chaos import DOTS, alive, begin, marked, role
+from chaos import DOTS, begin, copy_demos, marked, role
 
 from clvla.core.records import append_jsonl
 from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
 
-FAULTS = dict(kill_trainer=4, stop_trainer=6, kill_child=6, stop_child=2, full_disk=4, flip_checkpoint=3, flip_frames=1, flip_record=2,
-              flip_document=1, clock=4, moved=1, moved_while_running=1)   # kind -> how often, relative to the others
+FAULTS = dict(kill_trainer=4, stop_trainer=12, kill_child=14, stop_child=4, full_disk=8, flip_checkpoint=4, flip_frames=1, flip_record=3,
+              flip_document=1, clock=8, moved=1, moved_while_running=2)   # kind -> how often, relative to the others
 MB = 2**20
 ENDED = re.compile(r"^(?:\w+\.)*(?P<type>\w*(?:Error|Exception|Stopped|Interrupt|Exit)\w*): (?P<text>.*)", re.M|re.S)
 OURS = {"ValueError", "OSError", "FileNotFoundError", "NotADirectoryError", "RuntimeError", "RunStopped", "PermissionError", "FileExistsError"}
@@ -98,7 +98,7 @@ class Job:
         self.place(folder)
         self.process, self.starts, self.console, self.heard = None, 0, Path(tempfile.mkdtemp())/"console.txt", 0
         self.log, self.began, self.segments, self.segment, self.stopped = Log(), time.monotonic(), [], None, 0.
-        self.progress_at = time.monotonic()
+        self.progress_at, self.seen = time.monotonic(), None
 
     def place(self, folder): self.cfg = self.make(self.seed, run_dir=str(folder), data_dir=str(self.data))
     @property
@@ -128,9 +128,10 @@ class Job:
         "Look at the log; a segment is a stretch of updates inside one process without a pause of five seconds."
         now, n = time.monotonic(), self.log.count(self.folder)
         here = (n, now-self.stopped, cpu_seconds(self.pid) if self.process else 0.)
+        seen = (n, *(p.stat().st_size if p.exists() else 0 for p in (self.folder/"episodes.jsonl", self.console)))
+        if seen != self.seen: self.seen, self.progress_at = seen, now
         if self.segment is None: self.segment = [here, here]
         elif n > self.segment[1][0]:
-            self.progress_at = now
             if here[1]-self.segment[1][1] > 5: self.end_segment(); self.segment = [here, here]
             self.segment[1] = here
         elif n < self.segment[1][0]: self.segment = [here, here]
@@ -340,15 +341,21 @@ class Storm:
         "The storm, then the rest of the last job without faults; whether all runs ended as the undisturbed ones."
         self.more_twins = True
         self.start_twin(first)
+        while not self.twin.sample(): time.sleep(.5)   # it makes the demonstrations; their making is no part of the storm
+        if self.twin.data.is_dir(): copy_demos(self.twin.data, self.home/"data")
+        self.t0 = time.monotonic()
         seed, calm = first, False
         while not calm:
             self.job = Job(self.learner, seed, self.home/f"run-{seed}", self.home/"data", f"storm-{os.getpid()}", lambda line: self.row("line", said=line[:300]))
-            self.undo, began, faults = None, self.now(), 0
+            self.undo, began, faults, in_storm = None, self.now(), 0, None
             self.restart()
             following = time.monotonic()+self.every
             while not self.job.done or self.job.process.poll() is None:
                 self.watch(max(.2, following-time.monotonic()), lambda: self.job.process.poll() is not None)
                 calm = self.now() > seconds
+                if calm and in_storm is None:
+                    self.job.end_segment()
+                    in_storm = self.job.rates()
                 if self.job.process.poll() is not None:
                     if self.job.done: break
                     self.notice() if self.job.process.returncode in (-9, 0) else None
@@ -363,7 +370,7 @@ class Storm:
             self.notice()
             self.job.end_segment()
             self.results.append(dict(row="job", learner=self.learner, seed=seed, began=began, seconds=round(self.now()-began, 1), faults=faults,
-                                     starts=self.job.starts, fingerprint=fingerprint(self.job.folder), rates=self.job.rates(),
+                                     starts=self.job.starts, fingerprint=fingerprint(self.job.folder), rates=in_storm or self.job.rates(), finished_by_itself=in_storm is None,
                                      left=[role(p) for p in marked(self.job.name)]))
             self.say(json.dumps(self.results[-1]))
             shutil.rmtree(self.job.folder)

@@ -220,9 +220,11 @@ def begin_again(self:RunFolder):
 
 # %% ../../nbs/run/00_folder.ipynb #e95d6b01
 @patch
-def check_there(self:RunFolder):
-    "FileNotFoundError when the folder was moved or removed under a process that holds its lock."
-    if self.rank or (self.path/"run.lock").exists(): return
+def check_there(self:RunFolder,
+    file="run.lock" # that it has had before
+):
+    "FileNotFoundError when the folder was moved or removed under a process that works in it."
+    if self.rank or (self.path/file).exists(): return
     raise FileNotFoundError(f"{self.path} is gone: it was moved or removed while this run went on; start the same command with the folder "
                             "where it is now, and the run goes on from its newest checkpoint")
 

@@ -27,9 +27,10 @@ from .stop import StopFlag, Stopped
 # %% ../../nbs/run/08_shell.ipynb #b0800006
 def run_learner(
     cfg,      # resolved settings of a run
-    say=print # called with each line for the user; rank 0 only
+    say=print, # called with each line for the user; rank 0 only
+    begun=False # the folder was begun before this process was started
 )->RunFolder: # the folder with the run's records and checkpoints
-    "Do a run, or what is left of it. `Stopped` when a signal ends it."
+    "Do a run, or what is left of it. `Stopped` when a signal ends it; FileNotFoundError when a folder that was begun is gone."
     check_code(cfg.run_dir, cfg.trust)
     use_gpus(cfg)
     shell = Shell(cfg, say)
@@ -37,6 +38,7 @@ def run_learner(
         if shell.rank == 0: take_plugins(cfg, shell.say)   # of a finished run they are only compared
         shell.say(f"this run is finished: {shell.run.path}")
         return shell.run
+    if begun: shell.run.check_there("config.json")   # moved while this process imported what it needs; `lock` would make it anew
     with same_global_rng(), shell.stop, shell.run.lock():   # a folder that says "running" answers signals
         shell.begin()
         with end_recorded(shell): learn(shell)
