@@ -34,7 +34,7 @@ from clvla.core.records import append_jsonl
 from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
 
-FAULTS = dict(kill_trainer=4, stop_trainer=12, kill_child=14, stop_child=4, full_disk=8, flip_checkpoint=4, flip_frames=1, flip_record=3,
+FAULTS = dict(kill_trainer=4, stop_trainer=12, kill_child=14, stop_child=4, full_disk=5, flip_checkpoint=4, flip_frames=1, flip_record=3,
               flip_document=1, clock=8, moved=1, moved_while_running=2)   # kind -> how often, relative to the others
 MB = 2**20
 ENDED = re.compile(r"^(?:\w+\.)*(?P<type>\w*(?:Error|Exception|Stopped|Interrupt|Exit)\w*): (?P<text>.*)", re.M|re.S)
@@ -98,7 +98,7 @@ class Job:
         self.place(folder)
         self.process, self.starts, self.console, self.heard = None, 0, Path(tempfile.mkdtemp())/"console.txt", 0
         self.log, self.began, self.segments, self.segment, self.stopped = Log(), time.monotonic(), [], None, 0.
-        self.progress_at, self.seen = time.monotonic(), None
+        self.progress_at, self.seen, self.life = time.monotonic(), None, ""
 
     def place(self, folder): self.cfg = self.make(self.seed, run_dir=str(folder), data_dir=str(self.data))
     @property
@@ -113,6 +113,7 @@ class Job:
         try: RunFolder(self.folder).begin(self.cfg, self.say)
         except Exception as e: return f"{type(e).__name__}: {e}"
         self.process, self.starts, self.began = begin(self.cfg, self.name, self.console), self.starts+1, time.monotonic()
+        self.life = ""   # what this process has printed
         self.end_segment()
         return ""
 
@@ -122,6 +123,7 @@ class Job:
             f.seek(self.heard)
             text = f.read()
         self.heard += len(text.encode())
+        self.life += text
         return text
 
     def sample(self):
@@ -286,14 +288,17 @@ class Storm:
     def restart(self):
         "Start the job again as often as it is refused, doing what the messages say."
         job = self.job
-        text = job.words()
+        job.words()
+        text = job.life
         code = job.process.poll() if job.process else 0
         if code not in (0, None, -signal.SIGKILL): self.judge(text, code)
         for _ in range(6):
             said = job.start()
             if not said: return
             self.judge(said, "refused")
-        raise RuntimeError(f"{job.name} is refused again and again: {said}")
+        self.row("given_up", said=said[:300])
+        shutil.rmtree(job.folder, ignore_errors=True)
+        assert not job.start()
 
     def judge(self, text, code):
         "Keep what an end says, and do it."
@@ -326,7 +331,7 @@ class Storm:
                 if path.is_dir(): shutil.rmtree(path)
                 else: path.unlink()
                 return f"removed {path.relative_to(self.home)}"
-        if self.undo and "disk" not in said and "space" not in said:
+        if self.undo and "space" not in said and "is gone" not in said and Path(self.undo["file"]).exists():
             Path(self.undo["file"]).write_bytes(self.undo["was"])
             return "the bytes from before were put back"
         return ""
@@ -334,7 +339,7 @@ class Storm:
     def notice(self):
         "Keep the lines that the library printed about damage."
         for line in self.job.words().splitlines():
-            if re.search(r"passed over|torn|missing|damaged|changed|left by|half-written|Training goes on|not whole|taken from|differ", line):
+            if not ENDED.match(line) and not line.startswith(" ") and re.search(r"passed over|torn|missing|damaged|changed|left by|half-written|Training goes on|not whole|taken from|differ", line):
                 self.row("line", said=line[:300])
 
     def run(self, seconds, first=0):

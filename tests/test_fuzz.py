@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 hypothesis = pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st  # noqa: E402
 
 SECONDS = 20          # an example that takes longer hangs
 EXAMPLES = int(os.environ.get("CLVLA_FUZZ", 25))   # of each reader and kind of damage
@@ -437,12 +437,17 @@ def an_example(data, reader, place, raw):
     finally: (place/reader.file).write_bytes(raw)
 
 
+# no shrinking: the seed makes a failing example again, and a search for a smaller one would take minutes
+AS_ALWAYS = settings(derandomize=True, database=None, deadline=None, max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+                     report_multiple_bugs=False)
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_answered_or_named(place, name):
     reader, raw = whole_file(READERS[name], place)
     quiet(reader.read, place)   # whole, it is read
 
-    @settings(derandomize=True, database=None, deadline=None, max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+    @AS_ALWAYS
     @given(st.data())
     def run(data): an_example(data, reader, place, raw)
     run()
