@@ -76,9 +76,9 @@ def marked(name):
     return [p for p in pids if p != os.getpid() and f"{MARK}={name}".encode() in environment(p) and alive(p)]
 
 
-def begin(cfg, name):
-    "Start the training process of a run."
-    console = open(Path(cfg.run_dir)/"console.txt", "a")
+def begin(cfg, name, console=None):
+    "Start the training process of a run; what it prints goes to console.txt in its folder, or to another file."
+    console = open(console or Path(cfg.run_dir)/"console.txt", "a")
     with console:
         return subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir], stdout=console, stderr=subprocess.STDOUT,
                                 start_new_session=True, env=os.environ | {MARK: name, "OMP_NUM_THREADS": "1"})

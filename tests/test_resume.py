@@ -215,7 +215,7 @@ def test_a_checkpoint_holds_everything(data, tmp_path):
     last = checkpoints(run.path/"checkpoints")[-1]
     assert {p.name for p in last.iterdir()} == {
         "weights.safetensors", "policy.json", "state.safetensors", "generators-0.safetensors", "config.json", "processor.json", "stream.json",
-        "dataset_statistics.json", "position.json", "episodes.json", "matrix.json", "versions.json", "manifest.json", "algo.safetensors"}
+        "dataset_statistics.json", "position.json", "episodes.json", "log.jsonl", "matrix.json", "versions.json", "manifest.json", "algo.safetensors"}
     state = load_state(last/"state.safetensors")
     assert set(state) == {"t", "at", "skipped", "noise", "opt", "scaler", "overflows"}
     assert set(load_state(last/"algo.safetensors")) >= {"F", "anchor"}

@@ -43,6 +43,6 @@ def main(
     elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_nodes(cfg) if wants_nodes(cfg) else launch_ranks(cfg))
     else:
         from clvla.run.shell import run_learner
-        run_learner(cfg)
+        run_learner(cfg, begun=True)
 
 if __name__ == "__main__" and globals().get("__package__") == "clvla.run": as_child(lambda: main(sys.argv[1:]))

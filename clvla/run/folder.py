@@ -199,7 +199,7 @@ def note_stopped(self:RunFolder, **position):
 @patch
 def note_failed(self:RunFolder, e:BaseException, **more):
     "Record what ended the run, unless another process has done so before."
-    if (self.path/"failed.json").exists(): return
+    if (self.path/"failed.json").exists() or not self.path.is_dir(): return
     report = dict(type=type(e).__name__, message=str(e), where=_where(e), rank=self.rank)|this_process()|more
     try: write_json(self.path/"failed.json", report)
     except OSError:   # a full disk, perhaps the very reason
@@ -218,16 +218,26 @@ def begin_again(self:RunFolder):
     if self.rank: return
     for name in ("stopped.json", "failed.json"): (self.path/name).unlink(missing_ok=True)
 
+# %% ../../nbs/run/00_folder.ipynb #e95d6b01
+@patch
+def check_there(self:RunFolder,
+    file="run.lock" # that it has had before
+):
+    "FileNotFoundError when the folder was moved or removed under a process that works in it."
+    if self.rank or (self.path/file).exists(): return
+    raise FileNotFoundError(f"{self.path} is gone: it was moved or removed while this run went on; start the same command with the folder "
+                            "where it is now, and the run goes on from its newest checkpoint")
+
 # %% ../../nbs/run/00_folder.ipynb #b403f02c
 @patch
 def log(self:RunFolder, **record):
     "Append an update's record to log.jsonl; on rank 0 only."
-    if self.rank == 0: append_jsonl(self.path/"log.jsonl", record)
+    if self.rank == 0: append_jsonl(self.path/"log.jsonl", record, sealed=True)
 
 @patch
 def bad_update(self:RunFolder, record:dict):
     "Append an update whose loss or gradient is not finite to this process' own file."
-    append_jsonl(self.path/("bad_updates.jsonl" if self.rank == 0 else f"bad_updates-{self.rank}.jsonl"), record)
+    append_jsonl(self.path/("bad_updates.jsonl" if self.rank == 0 else f"bad_updates-{self.rank}.jsonl"), record, sealed=True)
 
 @patch
 def logs(self:RunFolder, say=print)->list:
@@ -237,7 +247,7 @@ def logs(self:RunFolder, say=print)->list:
 @patch
 def episode(self:RunFolder, record:dict):
     "Append an episode's record to this process' own file."
-    append_jsonl(self.path/("episodes.jsonl" if self.rank == 0 else f"episodes-{self.rank}.jsonl"), record)
+    append_jsonl(self.path/("episodes.jsonl" if self.rank == 0 else f"episodes-{self.rank}.jsonl"), record, sealed=True)
 
 @patch
 def episodes(self:RunFolder,
@@ -260,7 +270,7 @@ def merge_episodes(self:RunFolder):
     if path.exists(): mend_jsonl(path)
     gathered = {record_key(record) for record in read_jsonl(path)}
     for record in self.episodes():
-        if record_key(record) not in gathered: append_jsonl(path, record)
+        if record_key(record) not in gathered: append_jsonl(path, record, sealed=True)
     with open(path, "ab") as f: os.fsync(f.fileno())
     for p in others: p.unlink()
 
@@ -295,7 +305,7 @@ class Cost:
         seconds:float # wall time
     ):
         "Add seconds to a phase and store the sum."
-        if self.rank: return
+        if self.rank or not self.path.parent.is_dir(): return   # moved away; no second folder is made in its place
         self.seconds[phase] = self.seconds.get(phase, 0) + seconds
         write_json(self.path, dict(seconds=self.seconds, peak_memory_gb=peak_memory()))
 

@@ -28,9 +28,10 @@ from .stop import StopFlag, Stopped
 # %% ../../nbs/run/08_shell.ipynb #b0800006
 def run_learner(
     cfg,      # resolved settings of a run
-    say=print # called with each line for the user; rank 0 only
+    say=print, # called with each line for the user; rank 0 only
+    begun=False # the folder was begun before this process was started
 )->RunFolder: # the folder with the run's records and checkpoints
-    "Do a run, or what is left of it. `Stopped` when a signal ends it."
+    "Do a run, or what is left of it. `Stopped` when a signal ends it; FileNotFoundError when a folder that was begun is gone."
     check_code(cfg.run_dir, cfg.trust)
     use_gpus(cfg)
     shell = Shell(cfg, say)
@@ -38,6 +39,7 @@ def run_learner(
         if shell.rank == 0: take_plugins(cfg, shell.say)   # of a finished run they are only compared
         shell.say(f"this run is finished: {shell.run.path}")
         return shell.run
+    if begun: shell.run.check_there("config.json")   # moved while this process imported what it needs; `lock` would make it anew
     with same_global_rng(), shell.stop, shell.run.lock():   # a folder that says "running" answers signals
         shell.begin()
         with end_recorded(shell): learn(shell)
@@ -131,6 +133,7 @@ class Shell:
 
     def check_stop(self, flag=False)->bool:
         "`Stopped` in all ranks when one of them was asked to stop; else whether `flag` is true in one of them."
+        self.run.check_there()
         stop,flag = agree(self.acc, self.stop.requested, flag)
         if stop: raise Stopped("asked to stop")
         return flag
@@ -188,7 +191,7 @@ def restore(self:Shell, checkpoint:Path|None):
     if checkpoint is not None: load_into(self.learner, checkpoint, self.rank)
     self.saved_position = self.position
     if self.rank == 0:
-        mend_records(self.run, *self.position, read_json(checkpoint/"episodes.json") if checkpoint else [])
+        mend_records(self.run, *self.position, read_json(checkpoint/"episodes.json") if checkpoint else [], checkpoint, self.say)
         if checkpoint: self.say(f"continued after {checkpoint.name}")
         say_versions(self)
     self.acc.wait_for_everyone()

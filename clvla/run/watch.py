@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from IPython import get_ipython
 from IPython.display import HTML, display
 from ..core.files import read_json
+from ..core.records import unsealed
 from ..eval.metrics import JOINT
 from ..eval.plots import Table, figure_html, loss_curves, plotly_script, success_lines
 from .checkpoint import checkpoints
@@ -34,7 +35,7 @@ def last_record(
     with open(path, "rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END)-tail))
         lines = f.read().split(b"\n")[:-1]
-    return json.loads(lines[-1]) if lines else None
+    return next((r for line in reversed(lines) if (r := unsealed(line))), None)   # a damaged line is passed over; reading all names it
 
 # %% ../../nbs/run/12_watch.ipynb #1dbff765
 class Run:
