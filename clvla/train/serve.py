@@ -6,7 +6,7 @@
 __all__ = ['Session', 'PolicyServer', 'cameras_for', 'task_named', 'begin', 'seen', 'act', 'hello_of', 'answered', 'talk',
            'serving']
 
-# %% ../../nbs/train/16_serve.ipynb #c163ed03
+# %% ../../nbs/train/16_serve.ipynb #1aed9303
 import asyncio, threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from ..run.plugins import plugins_of
 from .checkpoint_eval import load_point
 from .config import TrainConfig
 
-# %% ../../nbs/train/16_serve.ipynb #b3323f08
+# %% ../../nbs/train/16_serve.ipynb #4d14ac08
 @dataclass
 class Session:
     "One connection, and the episode that is under way in it."
@@ -77,7 +77,7 @@ def cameras_for(
         raise ValueError(f"cameras: found {wrong[0]!r}, expected OURS=THEIRS of {', '.join(ours)}{closest(wrong[0], ours)}")
     return named
 
-# %% ../../nbs/train/16_serve.ipynb #1784df0c
+# %% ../../nbs/train/16_serve.ipynb #4db6730c
 def task_named(
     stream:Stream,
     *names # what messages say of the task
@@ -132,7 +132,7 @@ def act(self, session:Session, obs:dict)->np.ndarray: # (A,) float32
 
 for f in (begin, _begun, seen, act): setattr(PolicyServer, f.__name__, f)
 
-# %% ../../nbs/train/16_serve.ipynb #191fad0e
+# %% ../../nbs/train/16_serve.ipynb #c0df720e
 def hello_of(server:PolicyServer)->dict:
     "What the server says of itself; the names are vla-eval's."
     spec = lambda name, form: dict(name=name, dims=0, format=form)
@@ -170,7 +170,7 @@ async def talk(server:PolicyServer, request):
     await socket.close()
     return socket
 
-# %% ../../nbs/train/16_serve.ipynb #5a47c80f
+# %% ../../nbs/train/16_serve.ipynb #fb950f0f
 async def _listen(server:PolicyServer, host:str, port:int):
     "Begin to listen; the runner to clean up, and the port."
     from aiohttp import web
