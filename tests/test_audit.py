@@ -215,3 +215,123 @@ def test_the_same_files_give_the_same_text(tmp_path, capsys):
 def test_by_task_and_the_paragraph_say_what_is_missing():
     a, b = of_counts("a", "counts", pd.DataFrame(dict(k=[5, 6], n=[10, 10]), index=["left", "right"])), of_counts("b", "counts", pd.DataFrame(dict(k=[5], n=[10]), index=["left"]))
     assert by_task([a, b]).loc["right", "b"] == "not measured" and "nothing pairs" in paragraph([a, b], audit([a, b]))
+
+
+# ---- the bar: false alarms of each kind of record, the bet at any time, and more that nobody should believe
+
+def _lines(won):
+    "As OpenVLA's evaluation writes it."
+    return "\n".join(line for i,s in enumerate(won) for line in ("Task: push", f"Starting episode {i+1}...", f"Success: {bool(s)}", f"# episodes completed so far: {i+1}", f"# successes: {sum(won[:i+1])} (0%)"))
+
+
+def _written(kind, folder, name, won):
+    "One policy's episodes as each kind of record holds them; what `clvla audit` is told."
+    n, k, path = len(won), int(sum(won)), folder/f"{name}.{'csv' if kind.startswith('CSV') else 'txt' if kind == 'OpenVLA' else 'json'}"
+    if kind == "two numbers": return f"{name}={k}/{n}"
+    if kind == "a percentage": return f"{name}={100*k/n:.1f}%/{n}"
+    if kind == "run":
+        (folder/name).mkdir(exist_ok=True)
+        (folder/name/"episodes.jsonl").write_text("".join(json.dumps(dict(stage=0, step=None, task="push", trial=i, success=bool(s), after="push"))+"\n" for i,s in enumerate(won)))
+        return f"{name}={folder/name}"
+    text = {"CSV of episodes": lambda: "task,trial,success\n"+"".join(f"push,{i},{s}\n" for i,s in enumerate(won)), "CSV without trials": lambda: "task,success\n"+"".join(f"push,{s}\n" for s in won),
+            "CSV of counts": lambda: f"task,k,n\npush,{k},{n}\n", "CSV of means": lambda: f"task,mean,n\npush,{100*k/n:.1f},{n}\n", "OpenVLA": lambda: _lines(won),
+            "LeRobot per task": lambda: json.dumps(dict(per_task=[dict(task_group="g", task_id=0, metrics=dict(successes=[bool(s) for s in won]))])),
+            "LeRobot per episode": lambda: json.dumps(dict(per_episode=[dict(success=bool(s), seed=i) for i,s in enumerate(won)])),
+            "vla-eval": lambda: json.dumps(dict(harness_version="0.8.0", benchmark="b", tasks=[dict(task="push", episodes=[dict(episode_id=i, metrics=dict(success=bool(s))) for i,s in enumerate(won)])]))}
+    path.write_text(text[kind]())
+    return f"{name}={path}"
+
+
+KINDS = ["run", "CSV of episodes", "CSV without trials", "CSV of counts", "CSV of means", "LeRobot per task", "LeRobot per episode", "vla-eval", "OpenVLA", "two numbers", "a percentage"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_record_raises_few_false_alarms(tmp_path, kind):
+    "200 comparisons of two copies of one policy on 50 starts, some of which are harder."
+    rng, alarms, tests = np.random.default_rng(3), 0, set()
+    for _ in range(200):
+        hard = rng.random(50)*.5+.45
+        read = [read_results(_written(kind, tmp_path, name, (rng.random(50) < hard).astype(int).tolist())) for name in "ab"]
+        v = audit(read)[0]
+        alarms += v.says == "shown"
+        tests.add(v.test)
+    assert alarms/200 <= .07 and tests == {"McNemar" if kind in ("run", "CSV of episodes", "LeRobot per episode", "vla-eval", "OpenVLA") else "Fisher"}
+
+
+def test_the_bet_is_seldom_won_at_any_time():
+    "The largest of 300 looks exceeds 20 in at most 5 % of the walks of two equal policies."
+    e = {(b, n-b): e_value(b, n-b) for n in range(1, 301) for b in range(n+1)}
+    rng = np.random.default_rng(4)
+    won = rng.integers(0, 2, (1000, 300)).cumsum(1)
+    peaks = [max(e[int(b), n-int(b)] for n,b in enumerate(row, 1)) for row in won]
+    assert np.mean(np.array(peaks) >= 20) <= .05
+
+
+def test_the_bet_finds_a_better_policy():
+    rng = np.random.default_rng(5)
+    assert np.mean([max(e_value(int(b), n-int(b)) for n,b in enumerate((rng.random(200) < .75).cumsum(), 1)) >= 20 for _ in range(100)]) >= .8
+
+
+@pytest.mark.parametrize("n", [2001, 200_000])
+def test_mcnemar_of_many_pairs_is_scipys_and_quick(n):
+    for k in (n//2, n//2-int(n**.5), n//3):
+        assert mcnemar(k, n-k) == pytest.approx(stats.binomtest(k, n, .5).pvalue, rel=1e-5, abs=1e-300)
+
+
+@pytest.mark.parametrize("text, says", [
+    ("task,k,n\na,inf,inf\n", "at most"), ("task,k,n\na,x,4\n", "whole numbers"), ("task,k,n\na,1e300,1e300\n", "at most"), ("task,k,n\na,-1,4\n", "whole numbers"), ("task,mean,n\na,x,4\n", "expected a number"), ("task,mean,n\na,50,nan\n", "expected a number"),
+    ("task,mean,n\na,-5,100\n", "expected a number"), ("task,success\na,nan\n", "expected 0 or 1"), ("task,success\na,2\n", "expected 0 or 1"), ("task,trial,seed,success\na,0,1,1\na,0,1,0\n", "is there twice"), ("task,success,progress\na,1,1.5\n", "divide a return"),
+    ("task,success,progress\na,1,nan\n", "expected a share"), ("task,success,progress\na,1,-1\n", "expected a share")])
+def test_more_records_that_cannot_be(tmp_path, text, says, capsys):
+    (tmp_path/"x.csv").write_text(text)
+    assert main(["audit", f"x={tmp_path/'x.csv'}", "y=1/2"]) == 1
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("word", ["a=10000000000/10000000000", "a="+"9"*400+"/"+"9"*400])
+def test_counts_without_end_are_refused_at_once(word, capsys):
+    assert main(["audit", word, "b=1/2"]) == 1
+    assert "at most 10,000,000" in capsys.readouterr().err or len(word) > 100
+
+
+def test_a_million_pairs(tmp_path):
+    rng = np.random.default_rng(0)
+    make = lambda: pd.DataFrame(dict(task="t", trial=range(10**6), seed=0, success=rng.integers(0, 2, 10**6)))
+    v = against(of_episodes("a", "rows", make()), of_episodes("b", "rows", make()))
+    assert v.n == 10**6 and v.p > 1e-6
+
+
+def test_partial_credit_is_told_beside_success(tmp_path, capsys):
+    for name,x in dict(a=.9, b=.4).items():
+        (tmp_path/f"{name}.csv").write_text("task,trial,success,progress\n"+"".join(f"t,{i},{i%2},{x if i%2 else x/2}\n" for i in range(40)))
+    assert main(["audit", *(f"{n}={tmp_path/n}.csv" for n in "ab"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    assert [r["success"] for r in found] == [.5, .5] and [r["credit"][0] for r in found] == pytest.approx([.675, .3]) and all(r["credit"][1] < r["credit"][0] < r["credit"][2] for r in found)
+    assert main(["audit", *(f"{n}={tmp_path/n}.csv" for n in "ab")]) == 0
+    assert "partial credit 67.5 % [" in capsys.readouterr().out
+    d = json.loads((Path(__file__).parent/"vla_eval_080.json").read_text())
+    for t in d["tasks"]:
+        for e in t["episodes"]: e["metrics"]["progress"] = .5
+    (tmp_path/"v.json").write_text(json.dumps(d))
+    assert read_results(str(tmp_path/"v.json")).credit[0] == .5
+    d["tasks"][0]["episodes"][0]["metrics"]["progress"] = 7
+    (tmp_path/"v.json").write_text(json.dumps(d))
+    with pytest.raises(ValueError, match="progress is 7.0 in row 0"): read_results(str(tmp_path/"v.json"))
+
+
+def test_the_interval_of_partial_credit_covers():
+    from clvla.eval.results import share_interval
+    rng, inside = np.random.default_rng(0), []
+    for _ in range(300):
+        _, low, high = share_interval(np.clip(rng.beta(.5, .7, 30), 0, 1), 400)
+        inside.append(low <= .5/1.2 <= high)
+    assert np.mean(inside) >= .92 and share_interval(np.ones(20))[1] < 1
+
+
+def test_tasks_do_not_become_markup(tmp_path):
+    from clvla.eval.audit import write_audit
+    rows = pd.DataFrame(dict(task=["<img src=x onerror=alert(1)>"]*2, trial=[0, 1], seed=0, success=[0, 1]))
+    r = [of_episodes(name, "<b>form</b>", rows) for name in ("a", "</script><script>alert(1)</script>")]
+    html = (write_audit(tmp_path/"out", r, audit(r))/"audit.html").read_text()
+    assert "<img src=x" not in html and "<script>alert(1)" not in html and "<b>form</b>" not in html

@@ -21,6 +21,7 @@ from ..eval.audit import AuditConfig, audit, audit_facts, check_audit, markdown,
 from ..eval.changed import changed_table
 from ..eval.compare import CompareConfig
 from ..eval.followed import follow_results
+from ..eval.matrices import audit_matrices
 from ..eval.plan import read_plan
 from ..eval.metrics import SuccessMatrix, from_rates, from_records, measure, plain
 from ..eval.plots import mean_returns, metrics_table
@@ -260,6 +261,7 @@ def write_tables(r:Reached)->list:
 def audited(words:Words)->tuple:
     "Read results, compare every two; what JSON says, and the text."
     cfg = check_audit(make_config(AuditConfig, read_files(words.files) | words.of("audit")))
+    if cfg.matrices: return audit_matrices(cfg.texts)
     verdicts = audit(results := cfg.read, cfg.margin/100)
     followed = follow_results(read_plan(cfg.plan), results, verdicts) if cfg.plan else None
     said = [paragraph(results, verdicts), "", markdown(results), *(["", followed.text] if followed else [])]

@@ -131,13 +131,17 @@ class AuditConfig:
     margin:float = 5.     # points: a difference that is certainly smaller counts as alike
     out:str = ""          # folder for text, tables, figure and numbers; "": none
     plan:str|dict = ""    # file of a plan that was written before (page eval/plan)
+    matrices:bool = False # whole matrices, with forgetting and transfer, in the place of the last stage (page eval/matrices)
 
     @property
-    def read(self)->list: return [read_results(t) for t in (self.results.split() if isinstance(self.results, str) else self.results)]
+    def texts(self)->list: return self.results.split() if isinstance(self.results, str) else list(self.results)
+    @property
+    def read(self)->list: return [read_results(t) for t in self.texts]
 
 def check_audit(cfg:AuditConfig)->AuditConfig:
     "ValueError for a margin that is none."
     if not 0 <= cfg.margin <= 100: raise ValueError(f"margin is {cfg.margin}, expected points from 0 to 100")
+    if cfg.matrices and (cfg.plan or cfg.out): raise ValueError("matrices are read for their metrics alone; leave plan and out away (a plan whose endpoint is BWT goes with clvla compare)")
     return cfg
 
 # %% ../../nbs/eval/12_audit.ipynb #4b913419
@@ -156,7 +160,10 @@ def sentence(v:Verdict)->str:
 def table(results:list)->pd.DataFrame:
     "Success in percent, with Wilson's 95 % interval, over all tasks."
     row = lambda r: dict(name=r.name, success=100*r.rate, low=100*r.interval[0], high=100*r.interval[1], k=r.k, n=r.n, tasks=len(r.counts))
-    return pd.DataFrame([row(r) for r in results])
+    t = pd.DataFrame([row(r) for r in results])
+    if not any(r.credit for r in results): return t
+    credit = [[100*x for x in r.credit or [float("nan")]*3] for r in results]
+    return t.assign(**{k: [c[i] for c in credit] for i,k in enumerate(("credit", "credit_low", "credit_high"))})
 
 def by_task(results:list)->pd.DataFrame:
     "Success on each task in percent, with Wilson's 95 % interval."
@@ -170,7 +177,9 @@ def paragraph(results:list, verdicts:list)->str:
     "All of it in sentences."
     def line(r):
         found = f"{percent(r.rate)} % [{', '.join(map(percent, r.interval))}]"
-        return f"{r.name} ({r.form}) succeeded in {r.k} of {r.n} episodes, {'; '.join([found, *r.lacks])}."
+        mean,*ends = r.credit or [None]
+        credit = [f"partial credit {percent(mean)} % [{', '.join(map(percent, ends))}]"] if r.credit else []
+        return f"{r.name} ({r.form}) succeeded in {r.k} of {r.n} episodes, {'; '.join([found, *credit, *r.lacks])}."
     return "\n".join([*map(line, results), *map(sentence, verdicts), ABOUT])
 
 # %% ../../nbs/eval/12_audit.ipynb #67b8ba71
@@ -204,7 +213,7 @@ def number(x):
 def audit_facts(results:list, verdicts:list)->dict:
     "What was read, and each comparison, for JSON."
     tasks = lambda r: {str(t): [int(k), int(n)] for t,(k,n) in r.counts.iterrows()}
-    read = [dict(name=r.name, form=r.form, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks) for r in results]
+    read = [dict(name=r.name, form=r.form, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks, credit=r.credit) for r in results]
     return dict(results=read, verdicts=[{k: number(x) for k,x in asdict(v).items()} for v in verdicts])
 
 def write_audit(folder, results:list, verdicts:list, followed=None)->Path:   # followed: a `Followed` of page eval/followed

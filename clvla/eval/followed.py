@@ -17,6 +17,7 @@ from .compare import Run, holm, label
 from .plan import TESTS, brief, check_plan
 from .metrics import plain
 from .plots import Table
+from .results import COLUMNS
 from .stats import _metric_draws, final, mcnemar, t_interval, t_test
 
 # %% ../../nbs/eval/14_followed.ipynb #f21d3608
@@ -233,7 +234,7 @@ def result_test(plan:dict, a, b)->Planned:
         counts = _counts(plan, a, b)
         return by_counts(plan, a.name, *counts) if all(n for _,n in counts) else Planned(a.name, 0, *[float("nan")]*4)
     if not (a.pairs and b.pairs): return Planned(a.name, 0, *[float("nan")]*4)
-    keys = lambda r: {(s, t, i): bool(x) for t,i,s,x in _of_plan(plan, r).itertuples(index=False)}
+    keys = lambda r: {(s, t, i): bool(x) for t,i,s,x in _of_plan(plan, r)[COLUMNS].itertuples(index=False)}
     return by_pairs(plan, a.name, keys(a), keys(b))
 
 def follow_results(

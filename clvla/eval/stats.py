@@ -9,7 +9,7 @@ __all__ = ['SIGNED', 'wilson', 'Outcomes', 'outcomes', 'resample', 'Interval', '
 # %% ../../nbs/eval/01_stats.ipynb #8c53f4b7
 from collections import defaultdict
 from dataclasses import dataclass
-from math import comb, pi, sqrt
+from math import comb, exp, lgamma, log, pi, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 import numpy as np
@@ -180,8 +180,10 @@ def mcnemar(
     only_b:int  # pairs that only the second solved
 )->float:
     "Exact two-sided p-value of McNemar's test."
-    n = only_a+only_b
-    return min(1., 2*sum(comb(n, i) for i in range(min(only_a, only_b)+1))/2**n)
+    n,least = only_a+only_b,min(only_a, only_b)
+    if n <= 2000: return min(1., 2*sum(comb(n, i) for i in range(least+1))/2**n)
+    logs = [lgamma(n+1)-lgamma(i+1)-lgamma(n-i+1)-n*log(2) for i in range(least+1)]   # whole numbers would have 2^n digits
+    return min(1., 2*sum(map(exp, logs)))
 
 # %% ../../nbs/eval/01_stats.ipynb #4aa6848f
 class Paired(NamedTuple):
