@@ -6,7 +6,7 @@
 __all__ = ['NEEDED', 'append_jsonl', 'read_jsonl', 'mend_jsonl', 'keep_records']
 
 # %% ../../nbs/core/08_records.ipynb #d0080003
-import json, os, shlex
+import json, os, shlex, sys
 from contextlib import suppress
 from pathlib import Path
 from .files import os_error, system_message, write_atomic
@@ -47,7 +47,8 @@ def _record(path:Path, number:int, line:bytes)->dict:
     try: record = json.loads(line)
     except ValueError: record = None
     needed = next((keys for name,keys in NEEDED.items() if path.name.startswith(name)), ())
-    if isinstance(record, dict) and all(k in record for k in needed): return record
+    if isinstance(record, dict) and all(k in record for k in needed):
+        return {sys.intern(k): v for k,v in record.items()}   # a hundred thousand records share the names of their keys
     rest = ("the run plays that episode again, or takes it from its newest checkpoint (episodes.json)"
             if path.name.startswith("episodes") else "one point of the curves is then missing")
     command = shlex.join(["sed", "-i", f"{number}d", str(path)])
