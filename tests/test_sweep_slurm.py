@@ -110,7 +110,7 @@ STRATEGIES = ["ddp"]+["zero2"]*(find_spec("deepspeed") is not None)
 
 
 @pytest.fixture(scope="module")
-def over_both(tmp_path_factory, two_nodes, swept, shared_data):
+def over_both(tmp_path_factory, two_nodes, shared_data):
     "A sweep of runs with a process on each node; the first one loses the second node."
     folder, (env, lose, back) = tmp_path_factory.mktemp("both"), two_nodes
     lines = [dict(name=name, strategy=name) for name in STRATEGIES]

@@ -6,7 +6,7 @@
 __all__ = ['NEEDED', 'append_jsonl', 'read_jsonl', 'unsealed', 'mend_jsonl', 'keep_records']
 
 # %% ../../nbs/core/08_records.ipynb #d0080003
-import json, os, re, shlex, zlib
+import json, os, re, shlex, sys, zlib
 from contextlib import suppress
 from pathlib import Path
 from .files import os_error, system_message, write_atomic
@@ -66,7 +66,8 @@ def _record(path:Path, number:int, line:bytes, sealed:bool)->dict:
     "The record of one line; ValueError names file and line, and says how to go on without it."
     record = unsealed(line, sealed)
     needed = next((keys for name,keys in NEEDED.items() if path.name.startswith(name)), ())
-    if isinstance(record, dict) and all(k in record for k in needed): return record
+    if isinstance(record, dict) and all(k in record for k in needed):
+        return {sys.intern(k): v for k,v in record.items()}   # a hundred thousand records share the names of their keys
     rest = ("the run plays that episode again, or takes it from its newest checkpoint (episodes.json)"
             if path.name.startswith("episodes") else "the run takes it from its newest checkpoint (log.jsonl), and where that lacks it, "
             "one point of the curves is missing")

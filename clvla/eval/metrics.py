@@ -99,12 +99,13 @@ def from_records(
     twice = [k for k,c in Counter(map(record_key, records)).items() if c > 1]
     if twice:
         raise ValueError(f"{len(twice)} episodes are recorded twice; the first: stage, step, task, trial = {twice[0]}")
-    kn = np.zeros((2, len(stages)+1, len(task_ids)))
+    kn,counts = np.zeros((2, len(stages)+1, len(task_ids))),Counter()
     for r in records:
         s,j = r["stage"],r["task"]
         if j not in task_ids or s >= len(stages) or (s >= 0 and r["after"] != stages[s]):
             raise ValueError(f"record {r} does not fit this stream: stages {list(stages)}, tasks {list(task_ids)}")
-        if r.get("step") is None: kn[:, s, task_ids.index(j)] += r["success"],1   # stage -1: the last row
+        if r.get("step") is None: counts[s, j, r["success"]] += 1
+    for (s,j,success),c in counts.items(): kn[:, s, task_ids.index(j)] += success*c,c   # stage -1: the last row
     (k,n),(k0,n0) = kn[:,:-1],kn[:,-1]
     return SuccessMatrix(tuple(stages), tuple(task_ids), k, n, k0, n0, curves(records, stages, task_ids))
 

@@ -9,7 +9,7 @@ __all__ = ['SIGNED', 'wilson', 'Outcomes', 'outcomes', 'resample', 'Interval', '
 # %% ../../nbs/eval/01_stats.ipynb #8c53f4b7
 from collections import defaultdict
 from dataclasses import dataclass
-from math import comb, exp, lgamma, log, pi, sqrt
+from math import exp, lgamma, log, pi, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 import numpy as np
@@ -180,10 +180,12 @@ def mcnemar(
     only_b:int  # pairs that only the second solved
 )->float:
     "Exact two-sided p-value of McNemar's test."
-    n,least = only_a+only_b,min(only_a, only_b)
-    if n <= 2000: return min(1., 2*sum(comb(n, i) for i in range(least+1))/2**n)
-    logs = [lgamma(n+1)-lgamma(i+1)-lgamma(n-i+1)-n*log(2) for i in range(least+1)]   # whole numbers would have 2^n digits
-    return min(1., 2*sum(map(exp, logs)))
+    n,count,term,least = only_a+only_b,0,1,min(only_a, only_b)
+    if n > 2000:   # whole numbers would have n digits
+        logs = [lgamma(n+1)-lgamma(i+1)-lgamma(n-i+1)-n*log(2) for i in range(least+1)]
+        return min(1., 2*sum(map(exp, logs)))
+    for i in range(least+1): count,term = count+term,term*(n-i)//(i+1)   # term is n over i
+    return min(1., 2*count/2**n)
 
 # %% ../../nbs/eval/01_stats.ipynb #4aa6848f
 class Paired(NamedTuple):
@@ -218,10 +220,11 @@ def paired(
         raise ValueError("the two runs share no (stage, task, trial); compare runs of one stream and the same trials")
     states = sorted({k[1:] for k in keys}, key=str)
     x,y = np.array([[da[k], db[k]] for k in keys]).T
-    rng,at = np_rng(seed, "paired"),np.array([states.index(k[1:]) for k in keys])
-    w,(u,v) = rng.exponential(size=(n_boot, len(states)))[:, at],rng.gamma(.5, size=(2, n_boot))
+    number = {s: i for i,s in enumerate(states)}
+    rng,at = np_rng(seed, "paired"),np.array([number[k[1:]] for k in keys])
+    w,(u,v) = rng.exponential(size=(n_boot, len(states))),rng.gamma(.5, size=(2, n_boot))
     diff = (x-y).mean().item()
-    draws = (w@(x-y)+u-v)/(w.sum(-1)+u+v)
+    draws = (w@np.bincount(at, x-y)+u-v)/(w@np.bincount(at)+u+v)   # a state weighs alike in all its episodes
     counts = [int(c) for c in ((x&y).sum(), (x>y).sum(), (x<y).sum(), ((x|y)==0).sum())]
     return Paired(diff, *quantiles(centred(draws, diff, len(states)), conf, True), mcnemar(*counts[1:3]), *counts,
                   len(da)+len(db)-2*len(keys))
