@@ -19,6 +19,7 @@ from clvla.envs.perturb import SYNONYMS, label_of, perturb_of, perturbs_of, rewo
 from clvla.eval.compare import group, read_run
 from clvla.eval.metrics import from_records
 from clvla.eval.player import Player
+from clvla.eval.results import read_results
 from clvla.run.folder import RunFolder
 from clvla.run.stop import Stopped
 from clvla.train.checkpoint_eval import eval_cl, parts_of
@@ -118,6 +119,7 @@ def test_records_and_folders_are_its_own(run):
 
 def test_they_are_never_mixed(run):
     plain,other,third = (eval_cl(config(run, p), len) for p in ("", "light", "light:2"))
+    assert [read_results(str(out.path)).form.partition("stage")[2] for out in (plain, third)] == ["", ", under light:2"]
     with pytest.raises(ValueError, match="played light and plain; make a matrix of each"): from_records([*plain.episodes(), *other.episodes()], ["left", "right"], ["left", "right"])
     for a,b in ((plain, other), (other, third)):
         with pytest.raises(ValueError, match="differ in evaluation|simulate left in different ways: perturb"): group([read_run(a.path), read_run(b.path)])
