@@ -115,6 +115,7 @@ def test_records_and_folders_are_its_own(run):
     assert other.path.name == "lower-0+4-s0-last-under-start3+words" and {r["perturb"] for r in other.episodes()} == {"start:3+words"}
     assert all("perturb" not in r for r in plain.episodes()) and [b[4:6] for b in bare(plain.episodes())] != [b[4:6] for b in bare(other.episodes())]
     tasks = read_json(other.path/"stream.json")["tasks"]; assert [t["eval_env"]["perturb"] for t in tasks] == [dict(start=3., words=1.)]*2 and not (plain.path/"stream.json").exists()
+    assert len(eval_cl(config(run, dict(words=1, start=3)), len).episodes()) == 8 and len(list((run/"evals").iterdir())) == 2   # the same one, said otherwise
     assert read_eval_config(run, other.path.name).changed == "start:3+words" and read_json(run/"stream.json")["tasks"][0]["eval_env"] is None
 
 def test_they_are_never_mixed(run):
