@@ -19,6 +19,7 @@ from clvla.envs.perturb import SYNONYMS, label_of, perturb_of, perturbs_of, rewo
 from clvla.eval.compare import group, read_run
 from clvla.eval.metrics import from_records
 from clvla.eval.player import Player
+from clvla.eval.results import read_results
 from clvla.run.folder import RunFolder
 from clvla.run.stop import Stopped
 from clvla.train.checkpoint_eval import eval_cl, parts_of
@@ -114,10 +115,12 @@ def test_records_and_folders_are_its_own(run):
     assert other.path.name == "lower-0+4-s0-last-under-start3+words" and {r["perturb"] for r in other.episodes()} == {"start:3+words"}
     assert all("perturb" not in r for r in plain.episodes()) and [b[4:6] for b in bare(plain.episodes())] != [b[4:6] for b in bare(other.episodes())]
     tasks = read_json(other.path/"stream.json")["tasks"]; assert [t["eval_env"]["perturb"] for t in tasks] == [dict(start=3., words=1.)]*2 and not (plain.path/"stream.json").exists()
+    assert len(eval_cl(config(run, dict(words=1, start=3)), len).episodes()) == 8 and len(list((run/"evals").iterdir())) == 2   # the same one, said otherwise
     assert read_eval_config(run, other.path.name).changed == "start:3+words" and read_json(run/"stream.json")["tasks"][0]["eval_env"] is None
 
 def test_they_are_never_mixed(run):
     plain,other,third = (eval_cl(config(run, p), len) for p in ("", "light", "light:2"))
+    assert [read_results(str(out.path)).form.partition("stage")[2] for out in (plain, third)] == ["", ", under light:2"]
     with pytest.raises(ValueError, match="played light and plain; make a matrix of each"): from_records([*plain.episodes(), *other.episodes()], ["left", "right"], ["left", "right"])
     for a,b in ((plain, other), (other, third)):
         with pytest.raises(ValueError, match="differ in evaluation|simulate left in different ways: perturb"): group([read_run(a.path), read_run(b.path)])

@@ -213,7 +213,8 @@ def of_run(name:str, path:Path)->Results:
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
     config = json.loads((path/"config.json").read_text(encoding="utf-8")) if (path/"config.json").exists() else {}
     rows = [dict(task=r["task"], trial=r["trial"], seed=config.get("seed", 0), success=r["success"]) for r in final(records)]
-    found = of_episodes(name, "a run of clvla, its last stage", pd.DataFrame(rows, columns=COLUMNS))
+    changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
+    found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}", pd.DataFrame(rows, columns=COLUMNS))
     found.plan = config.get("plan", "")
     return found
 

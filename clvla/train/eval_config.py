@@ -141,7 +141,7 @@ def check_eval(
     ids = make_stream(dict(base=stream, tasks=cfg.chosen)).ids if cfg.chosen else stream.ids
     check_envs(stream.tasks)
     stream = replace(stream, tasks=perturbed(stream.tasks, perturb_of(cfg.changed)))
-    cfg = replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task or run.rows_per_task)
+    cfg = replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task or run.rows_per_task, perturb=cfg.changed)
     evaluation = Evaluation(cfg, run, points, own, stream, tuple(dict.fromkeys(ids)))
     check_starts(cfg, stream.tasks)
     if cfg.suite and not cfg.policy_server: _check_sizes(evaluation)
