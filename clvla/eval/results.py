@@ -12,6 +12,7 @@ import json, re
 from dataclasses import dataclass, field
 from pathlib import Path
 import pandas as pd
+from ..core.files import read_json
 from ..core.names import closest
 from ..core.records import read_jsonl
 from .stats import final, wilson
@@ -57,10 +58,11 @@ def of_episodes(name:str, form:str, rows:pd.DataFrame)->Results:
 
 def of_counts(name:str, form:str, counts:pd.DataFrame)->Results:
     "Results from counts; ValueError for counts that no trials can give."
-    for task,(k,n) in counts[["k", "n"]].iterrows():
+    counts = counts[["k", "n"]].apply(pd.to_numeric, errors="coerce")
+    for task,(k,n) in counts.iterrows():
         if not (k == k and n == n and 0 <= k <= n and n >= 1 and k == int(k) and n == int(n)):
             raise ValueError(f"{name}: {task}: {k} successes in {n} trials, expected whole numbers, 0 to n of n, n from 1")
-    return Results(name, form, counts[["k", "n"]].astype(int), None, ["it has counts, no episodes, so nothing pairs"])
+    return Results(name, form, counts.astype(int), None, ["it has counts, no episodes, so nothing pairs"])
 
 # %% ../../nbs/eval/11_results.ipynb #3d1165d4
 def counted(
@@ -175,7 +177,8 @@ def of_run(name:str, path:Path)->Results:
     "The last stage of a run or of an evaluation."
     records = [r for file in sorted(path.glob("episodes*.jsonl")) for r in read_jsonl(file)]
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
-    config = json.loads((path/"config.json").read_text(encoding="utf-8")) if (path/"config.json").exists() else {}
+    config = read_json(path/"config.json") if (path/"config.json").exists() else {}
+    if not isinstance(config, dict): raise ValueError(f"{path/'config.json'} is of type {type(config).__name__}, expected a dict of settings")
     rows = [dict(task=r["task"], trial=r["trial"], seed=config.get("seed", 0), success=r["success"]) for r in final(records)]
     return of_episodes(name, "a run of clvla, its last stage", pd.DataFrame(rows, columns=COLUMNS))
 
@@ -204,6 +207,6 @@ def read_results(
         words = path.read_text(encoding="utf-8")
         if (found := of_openvla(name, words)) is not None: return found
         d = json.loads(words)
-    except json.JSONDecodeError as e: raise ValueError(f"{name}: {path} is neither CSV, nor JSON, nor OpenVLA's text file: {e}") from e
+    except (json.JSONDecodeError, RecursionError) as e: raise ValueError(f"{name}: {path} is neither CSV, nor JSON, nor OpenVLA's text file: {e}") from e
     except UnicodeDecodeError as e: raise ValueError(f"{name}: {path} is not text: {e}") from e
     return of_json(name, path, d)

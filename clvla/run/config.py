@@ -483,7 +483,7 @@ def differences(
     cls = type(cfg)
     new,old = config_json(cfg),config_json(cls()) | cls.converted(old)
     # the names of machines may change, not how many there are
-    count = lambda d: max(1, sum(bool(h.strip()) for h in d["machines"].split(",")))
+    count = lambda d: max(1, sum(bool(h.strip()) for h in str(d["machines"]).split(",")))
     new,old = new | dict(n_machines=count(new)),old | dict(n_machines=count(old))
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(old.keys()|new.keys())
             if k not in table(cls, "FREE") and old.get(k) != new.get(k)]

@@ -7,6 +7,7 @@ __all__ = ['PLACE', 'pack', 'episodes_of', 'unpack', 'read_kept', 'kept_runs', '
 
 # %% ../../nbs/run/17_kept.ipynb #17000002
 from pathlib import Path
+from ..core.config import read_cost
 from ..core.files import read_json
 from ..core.records import append_jsonl, read_jsonl
 from ..eval.compare import Run, read_run, run_from
@@ -35,7 +36,7 @@ def pack(
         if agent: cell["rewards"].append(r["reward"])
     episodes = [dict(zip(PLACE, place)) | cell for place,cell in cells.items()]
     return dict(config=identity(folder.cfg), stream=read_json(folder.path/"stream.json"), episodes=episodes,
-                cost=read_json(folder.path/"cost.json")["seconds"], versions=read_json(folder.path/"versions.json"),
+                cost=read_cost(folder.path/"cost.json")["seconds"], versions=read_json(folder.path/"versions.json"),
                 fingerprint=fingerprint(folder.path))
 
 # %% ../../nbs/run/17_kept.ipynb #17000007
