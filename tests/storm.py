@@ -34,23 +34,29 @@ from clvla.core.records import append_jsonl
 from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
 
-FAULTS = dict(kill_trainer=4, stop_trainer=12, kill_child=14, stop_child=4, full_disk=5, flip_checkpoint=4, flip_frames=1, flip_record=3,
-              flip_document=1, clock=8, moved=1, moved_while_running=2)   # kind -> how often, relative to the others
+FAULTS = dict(kill_trainer=4, stop_trainer=10, kill_child=12, stop_child=4, full_disk=4, flip_checkpoint=6, flip_frames=1, flip_record=4,
+              flip_document=1, clock=8, moved=1, moved_while_running=1)   # kind -> how often, relative to the others
 MB = 2**20
 ENDED = re.compile(r"^(?:\w+\.)*(?P<type>\w*(?:Error|Exception|Stopped|Interrupt|Exit)\w*): (?P<text>.*)", re.M|re.S)
 OURS = {"ValueError", "OSError", "FileNotFoundError", "NotADirectoryError", "RuntimeError", "RunStopped", "PermissionError", "FileExistsError"}
 
 
 def imitation(seed, **folders):
-    "The default job of run_cl: five tasks of Meta-World with replay."
+    "The default job of run_cl with replay: five tasks of Meta-World, 300 updates each, 20 trials a cell."
     from clvla.train.config import TrainConfig, resolve
     return resolve(TrainConfig(cl="er", suite="mw5", seed=seed, save_every=10, threads=1, **folders))
+
+
+def short(seed, **folders):
+    "The same with 100 updates a task and 5 trials a cell, so that some runs end within the storm."
+    from dataclasses import replace
+    return replace(imitation(seed, **folders), steps_per_task=100, n_trials=5, save_every=5)
 
 
 def practice(seed, **folders):
     "Practice along two tasks of the dot."
     from clvla.rl.config import PracticeConfig, resolve_practice
-    return resolve_practice(PracticeConfig(suite="dot_2", algo="cloning", stream=True, cl="er", seed=seed, n_demos=4, steps_per_task=60, episodes=60,
+    return resolve_practice(PracticeConfig(suite="dot_2", algo="cloning", stream=True, cl="er", seed=seed, n_demos=4, steps_per_task=60, episodes=36,
                                            round_episodes=6, n_trials=10, n_workers=2, threads=1, batch_size=16, image_size=32, save_every=10,
                                            algo_kw=dict(updates=40), **folders))
 
@@ -58,11 +64,11 @@ def practice(seed, **folders):
 def agents(seed, **folders):
     "CLEAR on two tasks of the dot, twice."
     from clvla.crl.config import AgentConfig, resolve_agent
-    return resolve_agent(AgentConfig(**DOTS | dict(steps_per_task=9600, eval_every=3200, n_trials=6, save_every=5), algo="clear", seed=seed,
+    return resolve_agent(AgentConfig(**DOTS | dict(steps_per_task=3200, eval_every=1600, n_trials=4, save_every=4), algo="clear", seed=seed,
                                      algo_kw=dict(n_envs=4, horizon=20, hidden=64, channels=8), **folders))
 
 
-JOBS = dict(imitation=imitation, practice=practice, agents=agents)
+JOBS = dict(imitation=imitation, short=short, practice=practice, agents=agents)
 
 
 def cpu_seconds(pid):
@@ -260,7 +266,8 @@ class Storm:
             self.watch(pause)
             ballast.unlink()
         elif kind.startswith("flip"):
-            self.kill()
+            if files_for(job, kind, random.Random(0)) is None: return False
+            self.kill()   # no process looks: it is the disk that flips it
             if (path := files_for(job, kind, rng)) is None: return False
             self.undo = flip(path, rng)
             self.row(kind, file=str(path.relative_to(self.home)), byte=self.undo["byte"])

@@ -89,7 +89,7 @@ def damage_bytes(data, raw):
         for k in {at, *data.draw(st.lists(st.integers(0, len(raw)-1), max_size=2))}: b[k] ^= 1 << data.draw(st.integers(0, 7))
         return bytes(b)
     if kind == "cut": return raw[:at]
-    if kind == "insert": return raw[:at]+data.draw(st.sampled_from([b"\0", b"\xff\xfe", b"\n", b"NaN", b"{", b'"', b"\xf0\x9f\x98\x80", b"1e999", b",,"]))+raw[at:]
+    if kind == "insert": return raw[:at]+data.draw(st.sampled_from([b"\0", b"\xff\xfe", b"\n", b"NaN", b"{", b'"', b"\xf0\x9f\x98\x80", b"1e999", b",,", b"["*5000, b"? "*3000]))+raw[at:]
     if kind == "double": return raw+raw
     if kind == "zeros": return bytes(len(raw))
     if kind == "utf16": return raw.decode("utf-8", "replace").encode("utf-16")
@@ -144,7 +144,7 @@ def judge(reader, folder, raw):
 
 
 @pytest.fixture(scope="session")
-def home(shared_data, tmp_path_factory):
+def home(tmp_path_factory):
     "A run with an evaluation, a data set, a sweep, and what people write by hand; made once, copied for each reader."
     from clvla.data.lerobot_write import write_lerobot
     from clvla.run.folder import RunFolder
@@ -152,11 +152,11 @@ def home(shared_data, tmp_path_factory):
     from clvla.train.learner import train_cl
     home = tmp_path_factory.mktemp("whole")
     cfg = resolve(TrainConfig(suite="dot_2", cl="er", n_demos=2, steps_per_task=3, n_trials=1, rows_per_task=1, warmup=1, batch_size=4, threads=1, n_workers=1,
-                              image_size=32, lora_rank=2, model_kw=dict(D=32), data_dir=str(shared_data), run_dir=str(home/"run")))
+                              image_size=32, lora_rank=2, model_kw=dict(D=32), data_dir=str(home/"data"), run_dir=str(home/"run")))
     quiet(train_cl, cfg, len)
     RunFolder(home/"run").note_failed(ValueError("no reason"))
     (home/"run/console.txt").write_text('@{"phase": "training", "task": "left", "done": 1, "total": 3}\nplain\n')
-    demo = next(Path(shared_data).rglob("demos.json")).parent
+    demo = next((home/"data").rglob("demos.json")).parent
     shutil.copytree(demo, home/"demo")
     write_lerobot(home/"dataset", episodes_of(2))
     (home/"parameters.yaml").write_text("suite: mw5\ncl: er\nseed: 3\nn_demos: 4\nlr: 0.001\nmodel_kw: {D: 32}\ntask_order: [1, 0]\n")
@@ -207,7 +207,7 @@ def records(folder, name):
 def watched(folder):
     from clvla.run.watch import Run
     run = Run.open(folder/"run")
-    return run.status, run.position, run.table, run.last_time
+    return run.status, run.position, run.table(), run.last_time
 
 
 def reported(folder):
@@ -364,6 +364,7 @@ READERS = {
     "reported-cost": Reader("run/cost.json", reported),
     "reported-config": Reader("run/config.json", reported),
     "reported-episodes": Reader("run/episodes.jsonl", reported, lines=True),
+    "reported-versions": Reader("run/versions.json", reported),
     "versions": Reader("run/versions.json", versioned),
     "cost": Reader("run/cost.json", costed),
     "compared-config": Reader("run/config.json", compared),
@@ -373,7 +374,7 @@ READERS = {
     "frames-meta": Reader("demo/frames/meta.json", frames, names=("frames",)),
     "frames-action": Reader("demo/frames/action.npy", frames, json=False, sealed=True),
     "demos": Reader("demo/demos.json", demonstrated, names=("demo",)),
-    "policy": Reader("@/policy.json", policy),
+    "policy": Reader("@/policy.json", policy, names=("checkpoints",)),
     "state": Reader("@/algo.safetensors", state, json=False),
     "processor": Reader("@/processor.json", processed),
     "stream": Reader("@/stream.json", streamed),

@@ -85,7 +85,7 @@ def read_sweep(
     import yaml
     path = Path(settings_file(str(file)))
     try: said = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
-    except (ValueError, yaml.YAMLError) as e: raise ValueError(f"{path}: {e}; expected a sweep in YAML or JSON") from e
+    except (ValueError, RecursionError, yaml.YAMLError) as e: raise ValueError(f"{path}: {e}; expected a sweep in YAML or JSON") from e
     if isinstance(said, list): said = dict(list=said)
     if not isinstance(said, dict) or not {"grid", "list", "parts", "search"} & said.keys():
         raise ValueError(f"{path} is no sweep: expected a list of settings, or a dict with 'grid' or 'list' in it, as in "

@@ -47,7 +47,7 @@ def read_files(
     try:
         if twice := given_twice(words): raise ValueError(f"given twice: {', '.join(twice)}")
         return files_of(words)[0]
-    except (OSError, TypeError, ValueError, yaml.YAMLError) as e:
+    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError) as e:
         raise ValueError(f"{', '.join(files)}: {e}; expected lines NAME: VALUE") from e
 
 

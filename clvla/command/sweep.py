@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from ..api import Comparison, Measured, compared
+from ..core.config import read_cost
 from ..core.files import read_json
 from ..core.names import closest
 from ..core.plugins import load_plugins
@@ -113,7 +114,7 @@ def spent(
 )->dict: # phase -> seconds, "all" among them; {} where nothing was measured
     "What an entry has taken so far, over all its claims."
     claims,path = queue.claims(s.entry),queue.run_dir(s.entry)/"cost.json"
-    cost = dict(read_json(path)["seconds"]) if path.is_file() else {}
+    cost = read_cost(path)["seconds"] if path.is_file() else {}
     both = [(claims.read(n).get("time", 0), (claims.end(n) or {}).get("time", 0)) for n in range(1, s.claim+1)]
     wall = sum(end-begin for begin,end in both if 0 <= begin < end < begin+1e8)   # without those that were lost
     return cost | {"all": max(wall, sum(cost.values()))} if wall or cost else {}

@@ -11,6 +11,7 @@ import json, shutil
 from pathlib import Path
 import numpy as np
 from ..core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
+from ..core.config import read_entries
 from ..core.files import fsync, json_text, read_json, sha256, write_json
 from ..core.seeds import np_rng
 from ..core.trials import trial_number
@@ -110,7 +111,7 @@ def recorded(
         print(f"{out} is half-written (an earlier recording was interrupted there); it is recorded anew")
         shutil.rmtree(out)
         return False
-    old = read_json(note)
+    old = read_entries(note, dict(settings=dict, files=dict, n_actions=int), f"remove {out}, and it is recorded anew", ["n_actions"])
     has = old["settings"]
     diff = [f"{k}: {has.get(k)!r} -> {settings.get(k)!r}" for k in sorted({*has, *settings})
             if has.get(k) != settings.get(k)]

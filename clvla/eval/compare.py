@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from ..core.config import long_form
+from ..core.config import long_form, read_cost
 from ..core.names import closest
-from ..core.files import read_json
+from ..core.files import read_json, reading
 from ..core.records import read_jsonl
 from .metrics import JOINT, SuccessMatrix, from_records, measure_records, of_matrix, plain, upto
 from .plots import small
@@ -65,12 +65,15 @@ def read_run(path)->Run:
     if lacking:
         raise ValueError(f"{path} has no results, it lacks {', '.join(lacking)}; has the run been evaluated?")
     config = read_json(home/"config.json")
+    if not isinstance(config, dict):
+        raise ValueError(f"{home/'config.json'} is of type {type(config).__name__}, expected a dict of settings; take the run's file")
     if evaluation:   # never averaged with the run's own episodes
         config = {**config, "evaluation": path.name, "n_trials": settings.get("n_trials", config.get("n_trials"))}
         config |= dict(plan=settings.get("plan") or config.get("plan", ""))
     stream = read_json(streams[0])
-    cost = read_json(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
-    return run_from(path, config, stream, read_jsonl(path/"episodes.jsonl"), cost)
+    cost = read_cost(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
+    records = read_jsonl(path/"episodes.jsonl")
+    with reading(streams[0]): return run_from(path, config, stream, records, cost)
 
 def _is_evaluation(path:Path, settings:dict)->bool:
     "Whether a folder is an evaluation inside a run, and no run of its own."

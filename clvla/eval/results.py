@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np
 import pandas as pd
+from ..core.files import read_json
+from ..core.names import closest
 from ..core.records import read_jsonl
 from ..core.seeds import np_rng
 from .stats import centred, final, quantiles, wilson
@@ -211,7 +213,8 @@ def of_run(name:str, path:Path)->Results:
     "The last stage of a run or of an evaluation."
     records = [r for file in sorted(path.glob("episodes*.jsonl")) for r in read_jsonl(file)]
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
-    config = json.loads((path/"config.json").read_text(encoding="utf-8")) if (path/"config.json").exists() else {}
+    config = read_json(path/"config.json") if (path/"config.json").exists() else {}
+    if not isinstance(config, dict): raise ValueError(f"{path/'config.json'} is of type {type(config).__name__}, expected a dict of settings")
     rows = [dict(task=r["task"], trial=r["trial"], seed=config.get("seed", 0), success=r["success"]) for r in final(records)]
     changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
     found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}", pd.DataFrame(rows, columns=COLUMNS))
@@ -243,6 +246,6 @@ def read_results(
         words = path.read_text(encoding="utf-8")
         if (found := of_openvla(name, words)) is not None: return found
         d = json.loads(words)
-    except json.JSONDecodeError as e: raise ValueError(f"{name}: {path} is neither CSV, nor JSON, nor OpenVLA's text file: {e}") from e
+    except (json.JSONDecodeError, RecursionError) as e: raise ValueError(f"{name}: {path} is neither CSV, nor JSON, nor OpenVLA's text file: {e}") from e
     except UnicodeDecodeError as e: raise ValueError(f"{name}: {path} is not text: {e}") from e
     return of_json(name, path, d)

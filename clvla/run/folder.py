@@ -10,7 +10,7 @@ import os, platform, shutil, stat, time, traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from fastcore.basics import patch
-from ..core.config import config_json
+from ..core.config import config_json, read_cost
 from ..core.files import clean_temporary, read_json, write_json
 from ..core.lock import hold_lock, read_lock, this_process
 from ..core.processes import peak_memory
@@ -186,7 +186,10 @@ def interruption(self:RunFolder)->str:
     "Which process wrote here last, and the likely cause of its end when it left no message."
     try: last = read_json(self.path/"run.lock")
     except (OSError, ValueError): return "no process has written to it yet; start it again"
-    cause = (kill_cause(last.get("oom_kills")) if last["host"] == platform.node() else
+    if not isinstance(last, dict) or not {"host", "pid", "since"} <= last.keys():
+        return f"{self.path/'run.lock'} is damaged, so which process wrote here last is not known; the same command goes on from the last checkpoint"
+    kills = last.get("oom_kills") if type(last.get("oom_kills")) is int else None
+    cause = (kill_cause(kills) if last["host"] == platform.node() else
              "the system log of that machine says whether its memory was full")
     return (f"process {last['pid']} on {last['host']}, which wrote here since {last['since']}, was killed or lost its "
             f"machine, and left no message: {cause}; the same command goes on from the last checkpoint")
@@ -295,10 +298,7 @@ class Cost:
         rank:int=0 # number of this process among those of the run; only the seconds of 0 are kept
     ):
         self.path,self.rank = Path(path)/"cost.json",rank
-        try: self.seconds = dict(read_json(self.path)["seconds"]) if self.path.exists() else {}
-        except (ValueError, TypeError, KeyError) as e:
-            raise ValueError(f"{self.path} is not what a run writes ({e}); remove it, and seconds are counted anew"
-                             ) from e
+        self.seconds = read_cost(self.path)["seconds"] if self.path.exists() else {}
 
     def add(self,
         phase:str,    # demonstrations, training, evaluation or checkpoints

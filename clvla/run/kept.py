@@ -7,6 +7,7 @@ __all__ = ['PLACE', 'packed', 'pack', 'episodes_of', 'unpack', 'read_kept', 'kep
 
 # %% ../../nbs/run/17_kept.ipynb #17000002
 from pathlib import Path
+from ..core.config import read_cost
 from ..core.files import read_json
 from ..core.records import append_jsonl, read_jsonl
 from ..eval.compare import Run, read_run, run_from
@@ -40,7 +41,7 @@ def pack(
     folder = RunFolder(path)
     if not folder.done: raise ValueError(f"{path} is {folder.status}; only a finished run is kept, so finish it first")
     return dict(config=identity(folder.cfg), stream=read_json(folder.path/"stream.json"), episodes=packed(read_run(path).records),
-                cost=read_json(folder.path/"cost.json")["seconds"], versions=read_json(folder.path/"versions.json"),
+                cost=read_cost(folder.path/"cost.json")["seconds"], versions=read_json(folder.path/"versions.json"),
                 fingerprint=fingerprint(folder.path))
 
 # %% ../../nbs/run/17_kept.ipynb #17000007

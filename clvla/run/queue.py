@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from fastcore.basics import patch
+from ..core.config import entries as check_entries
 from ..core.files import read_json, write_json
 from ..core.processes import kill_all
 from ..core.processes import stop as end_children
@@ -65,7 +66,8 @@ class Queue:
         if not path.is_file(): raise FileNotFoundError(f"{folder} is no sweep: it has no sweep.json")
         try:
             said = read_json(path)
-            entries = [Entry(**e) for e in said.pop("entries")]
+            known = dict(number=int, name=str, experiment=str, own=dict, given=dict)
+            entries = [Entry(**check_entries(e, known, f"{path}, entry {k}")) for k,e in enumerate(said.pop("entries"))]
         except (TypeError, KeyError, AttributeError) as e:
             raise ValueError(f"{path} is not what a sweep writes ({e}); put the file back") from e
         return cls(folder, entries, patience, said)

@@ -9,7 +9,8 @@ __all__ = ['stream_of', 'matrix_of', 'without_success', 'measured', 'parts', 'lo
 # %% ../../nbs/run/11_report.ipynb #4f834dbd
 import json
 from pathlib import Path
-from ..core.files import read_json, write_json
+from ..core.config import read_cost
+from ..core.files import read_json, reading, write_json
 from ..eval.compare import read_run
 from ..eval.followed import plan_table
 from ..eval.metrics import from_records, to_json
@@ -17,6 +18,7 @@ from ..envs.all import kinds
 from ..eval.plots import (Table, heatmap, loss_curves, mean_returns, metrics_table, replay_bars, report_html,
                               returns_heatmap, success_lines, time_split)
 from .folder import RunFolder
+from .versions import stored_versions
 
 # %% ../../nbs/run/11_report.ipynb #17cadec4
 def stream_of(
@@ -26,7 +28,10 @@ def stream_of(
     path = Path(run_dir)/"stream.json"
     if not path.exists(): raise FileNotFoundError(f"{run_dir} has no stream.json yet; the run has not begun to train")
     stream = read_json(path)
-    return stream["stages"],[stream["tasks"][i]["id"] for i in stream["order"]]
+    with reading(path):
+        stages,ids = list(stream["stages"]),[stream["tasks"][i]["id"] for i in stream["order"]]
+        if wrong := [name for name in [*stages, *ids] if not isinstance(name, str)]: raise ValueError(f"it has a task named {wrong[0]!r}")
+    return stages,ids
 
 def matrix_of(
     run_dir,       # folder of a run
@@ -34,15 +39,19 @@ def matrix_of(
 ):                 # a SuccessMatrix
     "The success matrix of a run, as far as it has been measured."
     records = RunFolder(run_dir).episodes() if records is None else records
-    return from_records(records, *stream_of(run_dir))
+    try: return from_records(records, *stream_of(run_dir))
+    except ValueError as e: raise ValueError(f"{run_dir}: stream.json and the episodes do not belong together: {e}") from e
 
 # %% ../../nbs/run/11_report.ipynb #8f62a39c
 def without_success(
     run_dir # folder of a run
 )->bool:
     "Whether no task of a run knows success, as with games that only count points."
-    envs = [task.get("eval_env") or task.get("env") for task in read_json(Path(run_dir)/"stream.json")["tasks"]]
-    known = [env for env in envs if env and env["kind"] in kinds]   # a plugin's kind may not be here
+    path = Path(run_dir)/"stream.json"
+    stream = read_json(path)
+    with reading(path):
+        envs = [task.get("eval_env") or task.get("env") for task in stream["tasks"]]
+        known = [env for env in envs if env and env["kind"] in kinds]   # a plugin's kind may not be here
     return len(known) == len(envs) > 0 and not any(kinds[env["kind"]].knows_success(env) for env in known)
 
 def measured(
@@ -75,7 +84,7 @@ def parts(
     if losses := losses_of(logs): results["Training loss"] = loss_curves(losses)
     if ends := [r for r in logs if "kept" in r]: results["Where training ended"] = ends_table(ends)
     if not (run.path/"cost.json").exists(): return results
-    return results | {"Where the time went": time_split(read_json(run.path/"cost.json")["seconds"]),
+    return results | {"Where the time went": time_split(read_cost(run.path/"cost.json")["seconds"]),
                       "Cost": cost_table(run_dir, logs, records)}
 
 # %% ../../nbs/run/11_report.ipynb #d0110001
@@ -99,7 +108,7 @@ def cost_table(
 )->Table:
     "What a run cost: seconds per part, peak memory, episodes, updates."
     run = RunFolder(run_dir)
-    cost = read_json(run.path/"cost.json")
+    cost = read_cost(run.path/"cost.json")
     if logs is None: logs = run.logs()
     if records is None: records = run.episodes()
     rows = [(f"{k}, seconds", round(v, 1)) for k,v in cost["seconds"].items()]
@@ -134,15 +143,16 @@ def settings_table(
     run_dir # folder of a run
 )->Table:
     "The settings of a run, as its config.json has them."
-    settings = read_json(Path(run_dir)/"config.json")
+    path = Path(run_dir)/"config.json"
+    settings = read_json(path)
+    if not isinstance(settings, dict): raise ValueError(f"{path} is of type {type(settings).__name__}, expected a dict of settings; take the run's file")
     return Table([(k, json.dumps(v)) for k,v in settings.items()], columns=["setting", "value"])
 
 def versions_table(
     run_dir # folder of a run
 )->Table:
     "The versions with which a run was begun."
-    path = Path(run_dir)/"versions.json"
-    return Table(list(read_json(path).items()) if path.exists() else [], columns=["what", "version"])
+    return Table(list(stored_versions(Path(run_dir)/"versions.json").items()), columns=["what", "version"])
 
 # %% ../../nbs/run/11_report.ipynb #5346b447
 def finish(

@@ -13,7 +13,7 @@ import plotly.io as pio
 from fastcore.basics import patch
 from IPython import get_ipython
 from IPython.display import HTML, display
-from ..core.files import read_json
+from ..core.files import read_json, reading
 from ..core.records import unsealed
 from ..eval.metrics import JOINT
 from ..eval.plots import Table, figure_html, loss_curves, plotly_script, success_lines
@@ -110,10 +110,11 @@ def position(self:Run)->dict:
     record = last_record(log)
     if record is None or not (self.path/"stream.json").exists(): return self._event or {}
     stream,n_steps = read_json(self.path/"stream.json"),self.folder.cfg.steps_per_task
-    if record["task"] == JOINT: n_steps *= len(stream["order"])
     numbers = {name: record[k] for name,k in dict(loss="train/loss", lr="lr").items() if k in record}   # an agent's has no lr
-    return dict(phase="training", task=record["task"], stage=record["stage"], n_stages=len(stream["stages"]),
-                done=record.get("step", n_steps-1)+1, total=n_steps, **numbers)
+    with reading(f"{log}, or stream.json beside it"):
+        if record["task"] == JOINT: n_steps *= len(stream["order"])
+        return dict(phase="training", task=record["task"], stage=int(record["stage"]), n_stages=len(stream["stages"]),
+                    done=int(record.get("step", n_steps-1))+1, total=n_steps, **numbers)
 
 @patch(as_prop=True)
 def last_time(self:Run)->float:
@@ -144,7 +145,7 @@ def table(self:Run)->Table:
     if holder: rows["process"] = f"{holder['pid']} on {holder['host']} since {holder['since']}"
     rows |= _record_rows(self)
     if status == "interrupted": rows["interrupted"] = self.folder.interruption
-    if (self.path/"failed.json").exists(): rows |= _failure_rows(read_json(self.path/"failed.json"))
+    if (self.path/"failed.json").exists(): rows |= _failure_rows(self.path/"failed.json")
     return Table(list(rows.items()), columns=["what", "value"])
 
 def _position_rows(position:dict)->dict:
@@ -160,7 +161,9 @@ def _record_rows(run)->dict:
             "last record": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last)) if last else "none",
             "seconds since": f"{time.time()-last:.0f}" if last else "", "restarts of workers": f"{restarts:g}"}
 
-def _failure_rows(failure:dict)->dict:
+def _failure_rows(path)->dict:
+    failure = read_json(path)
+    if not isinstance(failure, dict) or not {"type", "message"} <= failure.keys(): return dict(failed=f"why is not known, {path} is damaged")
     error = dict(failed=f"{failure['type']}: {failure['message']}")
     return error | (dict(where=failure["where"]) if failure.get("where") else {})
 
