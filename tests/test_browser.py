@@ -31,7 +31,7 @@ SMALL = dict(suite="dot_2", cl="waits", plugins=["waits.py"], n_demos=2, steps_p
              rows_per_task=1, threads=1, model_kw=dict(D=32, n_blocks=1), data_dir="data")
 # what a page shows of a run: updates in the loss curve, rows of the matrix, and whether there are bars and a time left
 SHOWN = """() => {
-  const figures = [...document.querySelectorAll('.jp-OutputArea-output .js-plotly-plot')];
+  const figures = [...document.querySelectorAll('.js-plotly-plot')];
   const of = title => figures.filter(f => (f.layout?.title?.text || '').startsWith(title)).map(f => f.data);
   const text = [...document.querySelectorAll('.jp-OutputArea-output')].map(o => o.innerText).join('\\n');
   const [loss] = of('Training loss'), [matrix] = of('Success on each task (columns)');
