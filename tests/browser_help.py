@@ -15,7 +15,7 @@ from pathlib import Path
 NAMES = "chromium", "chromium-browser", "google-chrome"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage"]
 KERNEL = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status"
-WAIT = 120_000   # milliseconds until a condition has to hold; a quiet machine needs a tenth
+WAIT = 300_000   # milliseconds until a condition has to hold; a quiet machine needs a thirtieth
 
 
 class NoBrowser(RuntimeError): "This machine has no Chromium; the text says what to do."
@@ -68,7 +68,7 @@ class Page:
     def __init__(self, tab, server, name, idle=True):
         self.tab = tab
         tab.goto(f"{server['url']}lab/tree/{name}?reset&token={server['token']}", timeout=WAIT)
-        self.until(f"/idle|busy/.test({KERNEL})", "there is a kernel")
+        self.until("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.id", "there is a kernel")   # a busy one has not said yet how it is
         if idle: self.until_idle()
 
     def until_idle(self): self.until(f"{KERNEL} === 'idle'", "the kernel is idle")

@@ -1,4 +1,5 @@
 "A run that is watched while it goes on: what a terminal and a file get, the time left, and figures that are drawn again soon and cheaply."
+import inspect
 import io
 import math
 import os
@@ -167,7 +168,7 @@ def test_figures_grow_with_the_run_and_are_drawn_for_records_alone(made, monkeyp
     board, clock = Shows(), [0.]
     monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(live.time, "thread_time", lambda: 0.)
-    draw = Drawing(Run.open(path), board, every=2.)
+    draw = Drawing(Run.open(path), board)
     n = lambda: [len(fig.data[-1].x) for name, fig in board.puts if name == "Training loss"]
     rows = lambda: [len(fig.data[0].y) for name, fig in board.puts if name == "Success matrix"]
     go(3); until(lambda: records(path) == 3); draw()
@@ -188,8 +189,8 @@ def test_a_drawing_that_takes_long_comes_less_often(made, monkeypatch):
     path, go, process = made
     used = iter((0., 5., 6.))   # the first also loads Plotly's parts, and does not count
     monkeypatch.setattr(live.time, "thread_time", lambda: next(used))
-    draw = Drawing(Run.open(path), Shows(), every=2.)
+    draw = Drawing(Run.open(path), Shows())
     go(1); until(lambda: records(path) == 1); draw()
-    assert draw.due-time.monotonic() < 2.1
+    assert draw.due-time.monotonic() < 2.1 and inspect.signature(Run.follow).parameters["plots_every"].default <= 2, "a reader sees it grow"
     draw(now=True)
     assert 45 < draw.due-time.monotonic() < 50.1

@@ -24,7 +24,8 @@ from .stats import final, metric_intervals, paired, seed_intervals, t_interval, 
 
 # %% ../../nbs/eval/08_compare.ipynb #5ceaa357
 REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "videos", "machines", "timeout",
-          "detached", "save_every", "save_minutes", "keep", "keep_tasks", "gpus", "max_wait", "accept", "trust", "plan") # settings in which repetitions may differ
+          "detached", "save_every", "save_minutes", "keep", "keep_tasks", "gpus", "max_wait", "accept", "trust",
+          "plan", "sink") # settings in which repetitions may differ
 CONTROLS = ("blind", "deaf") # settings that a group's name shows where they are True
 # what runs did before these settings were added
 ADDED = dict(blind=False, deaf=False, schedule="cosine", along="restart", patience=0, look_every=0, look_trials=10,

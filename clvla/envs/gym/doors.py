@@ -8,6 +8,8 @@ __all__ = ['COLORS', 'OPEN', 'DONE', 'EMPTY', 'HEADINGS', 'LEFT', 'RIGHT', 'FORW
 
 # %% ../../../nbs/envs/gym/02_doors.ipynb #9ad840d8
 from collections import deque
+from ...core.names import require
+require("minigrid", "gym")   # names the extra where it is missing
 import gymnasium
 import numpy as np
 from fastcore.basics import patch

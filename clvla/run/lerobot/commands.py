@@ -14,6 +14,8 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from ...core.names import require
+require("lerobot", "lerobot")   # names the extra where it is missing
 import gymnasium as gym
 import numpy as np
 import torch

@@ -1,0 +1,97 @@
+"""Build the wheel and try it in environments of their own: the library alone, then with each extra.
+
+    python tools/release_check.py                       # core alone: about 4 minutes and 6 GB, most of it torch
+    python tools/release_check.py core gym peft ...     # these, one after another; `all` stands for every extra
+    python tools/release_check.py --python PATH core    # another interpreter
+
+In each environment every module of the wheel is imported (an ImportError has to name an extra), a run of seconds goes from `clvla run` to its
+report in an empty folder, and what an extra brings is imported. An environment is deleted when it has been tried. CI does without: its cheap
+part is tests/test_release.py, which hides the packages of all extras from one environment.
+"""
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# imported in an environment with the extra: what its code asks for
+TRIES = dict(core="torch, pandas, plotly", metaworld="metaworld, mujoco", libero="libero, robosuite, bddl", gym="gymnasium, minigrid", envpool="envpool", minihack="minihack",
+             sb3="stable_baselines3", ray="ray", lerobot="lerobot", peft="peft", vlm="transformers, torchvision", deepspeed="deepspeed", search="optuna",
+             tensorboard="tensorboard", trackio="trackio", dev="nbdev, playwright, jupyterlab", docs="sphinx, myst_nb, furo")
+IMPORT_ALL = """import importlib, pkgutil, clvla
+names = [m.name for m in pkgutil.walk_packages(clvla.__path__, "clvla.") if not m.name.endswith("__main__")]
+lacking = {}
+for name in names:
+    try: importlib.import_module(name)
+    except ImportError as e: lacking[name] = str(e)
+wrong = {k: v for k, v in lacking.items() if "clvla[" not in v}
+assert not wrong, f"modules that need a package and name no extra: {wrong}"
+print(f"{len(names)} modules, {len(lacking)} of them ask for an extra")
+"""
+
+
+def extras():
+    "The names of settings.ini, and core."
+    c = ConfigParser(delimiters=["="])
+    c.read(ROOT/"settings.ini", encoding="utf-8")
+    return ["core", *(k.removesuffix("_requirements") for k in c["DEFAULT"] if k.endswith("_requirements"))]
+
+
+def called(words, **kw):
+    "Standard output of a command; SystemExit with what it said when it fails."
+    done = subprocess.run([str(w) for w in words], text=True, capture_output=True, **kw)
+    if done.returncode: raise SystemExit(f"{' '.join(map(str, words))} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def build(folder):
+    "The wheel, built from a copy of the tracked files by an environment that pip makes for it."
+    copy = folder/"source"
+    for name in called(["git", "ls-files", "-z"], cwd=ROOT).split("\0"):
+        if name and (ROOT/name).is_file():
+            (copy/name).parent.mkdir(parents=True, exist_ok=True)
+            (copy/name).write_bytes((ROOT/name).read_bytes())
+    called([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder/"wheels", copy])
+    wheel, = (folder/"wheels").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [n for n in names if n.startswith(("tests/", "tools/", "docs/"))] and any(n.endswith("pages/run_cl.ipynb") for n in names)
+    return wheel
+
+
+def attempt(wheel, extra, python):
+    "Make an environment, install, import, run."
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as d:
+        home = Path(d)
+        called([python, "-m", "venv", home/"env"])
+        own = home/"env/bin/python"
+        need = f"{wheel}[{extra}]" if extra != "core" else str(wheel)
+        called([own, "-m", "pip", "install", "-q", need])
+        installed = time.monotonic()-start
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | dict(CLVLA_DATA=str(home/"data"), CLVLA_STATE=str(home/"state"))
+        called([own, "-c", f"import {TRIES[extra]}"], env=env, cwd=home)
+        said = called([own, "-c", IMPORT_ALL], env=env, cwd=home).strip().splitlines()[-1]
+        called([home/"env/bin/clvla", "run", "--suite", "dot_2", "--smoke", "--n_workers", "1", "--run_dir", "run"], env=env, cwd=home)
+        assert (home/"run/report.html").is_file()
+        n = len(re.findall(r"^\S", called([own, "-m", "pip", "list", "--format=freeze"], env=env), re.M))
+    return f"{extra}: installed in {installed:.0f} s ({n} packages), tried in {time.monotonic()-start-installed:.0f} s; {said}"
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("extras", nargs="*", default=["core"], choices=[*extras(), "all"], metavar="EXTRA")
+    p.add_argument("--python", default=sys.executable)
+    o = p.parse_args()
+    wanted = extras() if "all" in o.extras else o.extras
+    with tempfile.TemporaryDirectory() as d:
+        wheel = build(Path(d))
+        for extra in wanted: print(attempt(wheel, extra, o.python), flush=True)
+
+
+if __name__ == "__main__": main()
