@@ -3,14 +3,11 @@ the same on every machine, and nothing is written into the project."""
 import contextlib
 import io
 import json
-import math
 import os
-import random
+import resource
 import shutil
 import signal
-import sys
-import tracemalloc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -97,6 +94,32 @@ def damage_bytes(data, raw):
     return b""
 
 
+def damage_table(data, raw):
+    "A parquet file that is one still, with another column, type, row or value."
+    import pyarrow as pa
+    from pyarrow import parquet
+    t = parquet.read_table(pa.BufferReader(raw))
+    names = t.column_names
+    k = data.draw(st.integers(0, len(names)-1))
+    how = data.draw(st.sampled_from(["drop", "rename", "text", "null", "nulls", "empty", "half", "twice", "reverse", "value"]))
+    if how == "drop": t = t.drop_columns([names[k]])
+    elif how == "rename": t = t.rename_columns([*names[:k], names[k]+"x", *names[k+1:]])
+    elif how == "text": t = t.set_column(k, names[k], pa.array([str(v) for v in t.column(k).to_pylist()]))
+    elif how == "null": t = t.set_column(k, names[k], pa.array([None]*len(t), t.schema.types[k]))
+    elif how == "nulls": t = t.set_column(k, names[k], pa.nulls(len(t)))
+    elif how == "empty": t = t.slice(0, 0)
+    elif how == "half": t = t.slice(0, len(t)//2)
+    elif how == "twice": t = pa.concat_tables([t, t])
+    elif how == "reverse": t = t.take(list(range(len(t)))[::-1])
+    else:
+        column, v = t.column(k).to_pylist(), data.draw(st.sampled_from([-1, 0, 7, 2**62, float("nan"), float("inf"), "x", "", [1.], []]))
+        column[data.draw(st.integers(0, len(column)-1))] = v
+        with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError): t = t.set_column(k, names[k], pa.array(column))
+    out = pa.BufferOutputStream()
+    parquet.write_table(t, out)
+    return out.getvalue().to_pybytes()
+
+
 @contextlib.contextmanager
 def in_time(seconds=SECONDS):
     "TimeoutError, by a signal, where the block takes longer: no reader may wait for ever."
@@ -120,6 +143,7 @@ class Reader:
     names:tuple = ()         # what a message may name in place of the file
     sealed:bool = False      # no damage may pass
     lines:bool = False       # JSON lines: one of them is damaged
+    table:bool = False       # parquet: columns and rows are damaged
 
 
 def quiet(f, *args, **kw):
@@ -395,9 +419,9 @@ READERS = {
     "audited-config": Reader("run/config.json", lambda f: audited(f, "run")),
     "info": Reader("dataset/meta/info.json", data_set, names=("dataset",)),
     "info-partition": Reader("dataset/meta/info.json", partitioned, names=("dataset",)),
-    "tasks": Reader("dataset/meta/tasks.parquet", data_set, json=False, names=("dataset",)),
-    "episodes-parquet": Reader("dataset/meta/episodes/chunk-000/file-000.parquet", data_set, json=False, names=("dataset",)),
-    "rows": Reader("dataset/data/chunk-000/file-000.parquet", data_set, json=False, names=("dataset",)),
+    "tasks": Reader("dataset/meta/tasks.parquet", data_set, json=False, table=True, names=("dataset",)),
+    "episodes-parquet": Reader("dataset/meta/episodes/chunk-000/file-000.parquet", data_set, json=False, table=True, names=("dataset",)),
+    "rows": Reader("dataset/data/chunk-000/file-000.parquet", data_set, json=False, table=True, names=("dataset",)),
 }
 
 
@@ -431,6 +455,7 @@ def an_example(data, reader, place, raw):
         k = data.draw(st.integers(0, len(lines)-1))
         lines[k] = damage_json(data, lines[k])+b"\n"
         bad = b"".join(lines)
+    elif reader.table and data.draw(st.booleans()): bad = damage_table(data, raw)
     else: bad = damage_json(data, raw) if structured and not reader.lines else damage_bytes(data, raw)
     try:
         found = judge(reader, place, bad)
@@ -452,3 +477,52 @@ def test_a_damaged_file_is_answered_or_named(place, name):
     @given(st.data())
     def run(data): an_example(data, reader, place, raw)
     run()
+
+
+# --- large files -----------------------------------------------------------------------------------------------------------------------
+
+def in_a_fork(work):
+    "What a function returns, as text, from a process of its own: that one's largest memory counts from its birth."
+    ours, theirs = os.pipe()
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException): os.write(theirs, str(work()).encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours) as f: said = f.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
+
+
+MANY = 40*2**20   # bytes
+BIG = {"state": lambda raw: (2**60).to_bytes(8, "little")+raw[8:]+bytes(MANY),               # a header of 2**60 bytes
+       "frames-action": lambda raw: raw.replace(b"(", b"(99999999999, ", 1)+bytes(MANY),     # an array of 10**12 numbers
+       "rows": lambda raw: raw[:200]+bytes(MANY)+raw[200:],
+       "config": lambda raw: raw+bytes(MANY),
+       "plugin": lambda raw: b"#"*MANY+b"\n)"}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_large_damaged_file_is_refused_within_twice_its_size(place, name):
+    "16 MB are left for what is imported on the way."
+    reader, raw = whole_file(READERS[name], place)
+    quiet(reader.read, place)   # what it imports
+    path = place/reader.file
+
+    def refused():
+        before = peak()
+        try: quiet(reader.read, place)
+        except OURS as e: return any(n in str(e) for n in (path.name, *reader.names)), peak()-before
+    try:
+        assert in_a_fork(lambda: path.write_bytes(BIG[name](raw)))
+        named, more = eval_pair(in_a_fork(refused))
+    finally: path.write_bytes(raw)
+    assert named and more < 2*MANY+16*2**20, f"{more/MANY:.1f} times"
+
+
+def eval_pair(text):
+    "(True, 12) as text."
+    a, _, b = text.strip("()").partition(", ")
+    return a == "True", int(b)
