@@ -7,7 +7,7 @@ __all__ = ['TAKEN', 'Search', 'search_from', 'check_range', 'space_of', 'propose
            'begin_search', 'key_of', 'trials_of', 'best_of', 'do_search', 'swept']
 
 # %% ../../nbs/command/09_search.ipynb #448fec03
-import json, warnings
+import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from ..api import Measured

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from ..api import Comparison, Measured, compared
 from ..core.config import read_cost
-from ..core.files import read_json
 from ..core.names import closest
 from ..core.plugins import load_plugins
 from ..eval.compare import REPEAT, CompareConfig, baseline_of, find_runs, group, label

@@ -8,7 +8,6 @@ __all__ = ['ServerFault', 'address_of', 'Connections', 'tell', 'ask', 'observati
 # %% ../../nbs/eval/16_elsewhere.ipynb #57b68b03
 import asyncio, re, threading
 from contextlib import suppress
-from types import SimpleNamespace
 import numpy as np
 from ..core.names import IMAGES, STATE, require
 from ..core.trust import plain

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from ..core.files import read_json
-from ..core.names import closest
 from ..core.records import read_jsonl
 from ..core.seeds import np_rng
 from .stats import centred, final, quantiles, wilson

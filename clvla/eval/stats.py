@@ -7,7 +7,6 @@ __all__ = ['SIGNED', 'wilson', 'Outcomes', 'outcomes', 'resample', 'Interval', '
            't_quantile', 't_interval', 't_test', 'seed_intervals', 'mcnemar', 'Paired', 'final', 'paired']
 
 # %% ../../nbs/eval/01_stats.ipynb #8c53f4b7
-from collections import defaultdict
 from dataclasses import dataclass
 from math import exp, lgamma, log, pi, sqrt
 from statistics import NormalDist

@@ -14,7 +14,7 @@ from pathlib import Path
 import json
 from ..core.plugins import load_plugins
 from .all import method_for, methods
-from ..run.config import cl_parts, identity, resolve, settings_of, stream_name
+from ..run.config import identity, resolve, settings_of, stream_name
 from ..run.plugins import plugins_of
 from ..train.config import TrainConfig, check_suite, stream_for, suits_of, two_of
 
