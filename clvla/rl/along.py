@@ -10,7 +10,7 @@ from ..cl.all import make_algo
 from ..cl.base import CLAlgorithm
 from ..cl.model import why_not as asks_in_vain
 from ..eval.metrics import JOINT
-from .config import cl_parts
+from ..run.config import cl_parts
 from ..train.learner import Stage
 
 # %% ../../nbs/rl/23_along.ipynb #c2300006
