@@ -16,7 +16,7 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st  # noqa: E402
 
 SECONDS = 20          # an example that takes longer hangs
-EXAMPLES = int(os.environ.get("CLVLA_FUZZ", 25))   # of each reader and kind of damage
+EXAMPLES = int(os.environ.get("CLVLA_FUZZ", 20))   # of each reader and kind of damage
 OURS = (ValueError, OSError, RuntimeError, ImportError)
 NOT_OURS = (UnicodeError, json.JSONDecodeError, RecursionError, NotImplementedError)
 

@@ -19,6 +19,7 @@ from clvla.envs.all import kinds
 from clvla.run.checkpoint import checkpoints
 from clvla.train.config import TrainConfig, resolve
 from clvla.run.resume import fingerprint
+from clvla.run.shell import run_learner
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
 from clvla.run.stop import EXIT_STOPPED, Stopped
@@ -113,6 +114,39 @@ def test_a_crash_between_task_and_evaluation_and_inside_evaluation(data, tmp_pat
     assert len(RunFolder(cfg.run_dir).episodes()) == 3
     train_cl(cfg, say=len)
     assert fingerprint(cfg.run_dir) == undisturbed(algo=algo, n_trials=2)
+
+
+def test_a_flipped_digit_of_the_log_is_named_and_the_line_comes_back(data, tmp_path, undisturbed, monkeypatch):
+    "It is JSON as before; the person takes the line out as the message says, and the checkpoint has it still."
+    cfg, said = config(data, tmp_path/"run", algo="er", save_every=2, evaluate="none"), []
+    with monkeypatch.context() as m:
+        crash_at(m, 1, 3)
+        with pytest.raises(Crash): train_cl(cfg, say=len)
+    log = Path(cfg.run_dir)/"log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    lines[1] = lines[1].replace('"step": 1', '"step": 0')
+    log.write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"line 2 of .*log\.jsonl.*was changed after it was written.*sed -i 2d"): train_cl(cfg, say=len)
+    log.write_text("".join(lines[:1]+lines[2:]))
+    train_cl(cfg, say=said.append)
+    assert any("log.jsonl is not what checkpoint" in line for line in said) and fingerprint(cfg.run_dir) == undisturbed(algo="er", evaluate="none")
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_folder_that_is_moved_under_its_process_is_not_made_again(data, tmp_path, undisturbed, monkeypatch, step):
+    cfg, real = config(data, tmp_path/"run", algo="er", save_every=2, evaluate="none"), job.Trainer.report
+
+    def report(self, ctx, *a):
+        real(self, ctx, *a)
+        if (ctx.t, ctx.step) == (1, step) and (tmp_path/"run").exists(): (tmp_path/"run").rename(tmp_path/"elsewhere")
+    with monkeypatch.context() as m:
+        m.setattr(job.Trainer, "report", report)
+        with pytest.raises(FileNotFoundError, match="run is gone: it was moved"): train_cl(cfg, say=len)
+    assert not (tmp_path/"run").exists()
+    with pytest.raises(FileNotFoundError, match="is gone"): run_learner(cfg, len, begun=True)
+    assert not (tmp_path/"run").exists()
+    train_cl(replace(cfg, run_dir=str(tmp_path/"elsewhere")), say=len)
+    assert fingerprint(tmp_path/"elsewhere") == undisturbed(algo="er", evaluate="none")
 
 
 def in_a_queue(monkeypatch): monkeypatch.setattr(kinds["dot"], "heavy", True)

@@ -113,10 +113,11 @@ def read_cost(
     path # of a run's cost.json
 )->dict: # seconds (phase -> number), peak_memory_gb
     "What a run has cost; ValueError when the file is not what a run writes."
-    redo = "remove it, and seconds are counted anew"
-    cost = dict(peak_memory_gb=0.) | read_entries(path, dict(seconds=dict, peak_memory_gb=(int, float)), redo, ["peak_memory_gb"])
-    entries(cost["seconds"], dict.fromkeys(cost["seconds"], (int, float)), f"{path}, 'seconds'", redo)
-    return cost
+    try:
+        cost = read_entries(path, dict(seconds=dict, peak_memory_gb=(int, float)), optional=["peak_memory_gb"])
+        entries(cost["seconds"], dict.fromkeys(cost["seconds"], (int, float)), "'seconds'")
+    except ValueError as e: raise ValueError(f"{path} is not what a run writes ({e}); remove it, and seconds are counted anew") from e
+    return dict(peak_memory_gb=0.) | cost
 
 # %% ../../nbs/core/03_config.ipynb #c03a0002
 def arguments_of(

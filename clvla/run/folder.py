@@ -222,14 +222,16 @@ def begin_again(self:RunFolder):
     for name in ("stopped.json", "failed.json"): (self.path/name).unlink(missing_ok=True)
 
 # %% ../../nbs/run/00_folder.ipynb #e95d6b01
+@patch(as_prop=True)
+def gone(self:RunFolder)->bool:
+    "Whether a folder that was begun is not there any more; False of every rank but 0."
+    return self.rank == 0 and not (self.path/"config.json").exists()
+
 @patch
-def check_there(self:RunFolder,
-    file="run.lock" # that it has had before
-):
-    "FileNotFoundError when the folder was moved or removed under a process that works in it."
-    if self.rank or (self.path/file).exists(): return
-    raise FileNotFoundError(f"{self.path} is gone: it was moved or removed while this run went on; start the same command with the folder "
-                            "where it is now, and the run goes on from its newest checkpoint")
+def gone_error(self:RunFolder)->FileNotFoundError:
+    "What to raise when the folder was moved or removed under a process that works in it."
+    return FileNotFoundError(f"{self.path} is gone: it was moved or removed while this run went on; start the same command with the folder "
+                             "where it is now, and the run goes on from its newest checkpoint")
 
 # %% ../../nbs/run/00_folder.ipynb #b403f02c
 @patch

@@ -39,7 +39,7 @@ def run_learner(
         if shell.rank == 0: take_plugins(cfg, shell.say)   # of a finished run they are only compared
         shell.say(f"this run is finished: {shell.run.path}")
         return shell.run
-    if begun: shell.run.check_there("config.json")   # moved while this process imported what it needs; `lock` would make it anew
+    if begun and shell.run.gone: raise shell.run.gone_error()   # moved while this process imported what it needs; `lock` would make it anew
     with same_global_rng(), shell.stop, shell.run.lock():   # a folder that says "running" answers signals
         shell.begin()
         with end_recorded(shell): learn(shell)
@@ -132,9 +132,9 @@ class Shell:
         return t,step or 0
 
     def check_stop(self, flag=False)->bool:
-        "`Stopped` in all ranks when one of them was asked to stop; else whether `flag` is true in one of them."
-        self.run.check_there()
-        stop,flag = agree(self.acc, self.stop.requested, flag)
+        "`Stopped` in all ranks when one of them was asked to stop, FileNotFoundError when the folder is gone; else whether `flag` is true in one of them."
+        stop,flag,gone = agree(self.acc, self.stop.requested, flag, self.run.gone)
+        if gone: raise self.run.gone_error()
         if stop: raise Stopped("asked to stop")
         return flag
 
