@@ -173,9 +173,6 @@ def whole_state(
     "Around code that goes on from a stored state: ValueError names an entry that it lacks."
     try: yield
     except KeyError as e:
-        if not Path(checkpoint).is_dir():
-            raise FileNotFoundError(f"{checkpoint} is gone: it was moved or removed while it was read; start the same command with the folder "
-                                    "where it is now") from e
         raise ValueError(f"{checkpoint} lacks {e}, which this run's algorithm or model stores: it was written with other settings or by "
                          "another version; take the settings and the version of that run, or begin a new run_dir") from e
 

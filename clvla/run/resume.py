@@ -60,6 +60,8 @@ def load_into(
     "Load the learner's state and this rank's global random generators."
     if rank: load_checkpoint(checkpoint)   # compares the hashes; rank 0 has done so, on what may be another disk
     names = [p.stem for p in checkpoint.glob("*.safetensors") if p.stem in learner.files]
+    if not names: raise FileNotFoundError(f"{checkpoint} is gone: it was moved or removed while it was read; start the same command with "
+                                          "the folder where it is now")
     with whole_state(checkpoint):
         learner.load_state_dict({name: load_state(checkpoint/f"{name}.safetensors") for name in names})
     set_global_rng_state(load_state(checkpoint/f"generators-{rank}.safetensors"))
