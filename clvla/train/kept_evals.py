@@ -49,7 +49,7 @@ def kept_evals(
     kept = [line for line in read_jsonl(file) if line["name"] in cfgs and not differences(line["config"], cfgs[line["name"]])]
     for name,cfg in cfgs.items():
         for one in evals:
-            line = next((line for line in kept if line["name"] == name and line["evaluation"] == what_of(one)), None)
+            line = next((line for line in kept if line["name"] == name and what_of(EvalConfig()) | line["evaluation"] == what_of(one)), None)   # older lines lack newer settings
             if line is None:
                 line = dict(name=name) | _made(cfg, replace(one, run_dir=cfg.run_dir, n_workers=n_workers), say)
                 append_jsonl(file, line)
