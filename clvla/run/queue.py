@@ -66,8 +66,8 @@ class Queue:
         if not path.is_file(): raise FileNotFoundError(f"{folder} is no sweep: it has no sweep.json")
         try:
             said = read_json(path)
-            known = dict(number=int, name=str, experiment=str, own=dict, given=dict)
-            entries = [Entry(**check_entries(e, known, f"{path}, entry {k}")) for k,e in enumerate(said.pop("entries"))]
+            known = dict(number=int, name=str, experiment=str, own=dict, given=dict, after=list)
+            entries = [Entry(**check_entries(e, known, f"{path}, entry {k}", optional=["after"])) for k,e in enumerate(said.pop("entries"))]
         except (TypeError, KeyError, AttributeError) as e:
             raise ValueError(f"{path} is not what a sweep writes ({e}); put the file back") from e
         return cls(folder, entries, patience, said)
