@@ -358,12 +358,12 @@ def test_a_config_that_is_no_file(tmp_path, what):
         with pytest.raises(ValueError, match=rf"config\.json is a (folder|device or pipe), expected a JSON file"): read(run)
 
 
-def test_an_agents_run_is_not_played_by_eval_cl(tmp_path):
+def test_an_agents_run_that_has_learnt_nothing_is_not_evaluated(tmp_path):
     from clvla.crl.config import AgentConfig, resolve_agent
     from clvla.train.eval_config import EvalConfig, check_eval
     cfg = resolve_agent(AgentConfig(run_dir=str(tmp_path/"run"), data_dir=str(tmp_path)))
     RunFolder(cfg.run_dir).begin(cfg)
-    with pytest.raises(ValueError, match="is a run of learner 'agent', expected imitation or practice: .*run_crl"): check_eval(EvalConfig(run_dir=cfg.run_dir))
+    with pytest.raises(ValueError, match="has no checkpoint yet; let its run finish a task first"): check_eval(EvalConfig(run_dir=cfg.run_dir))
 
 
 def test_a_policy_that_lacks_a_setting(tmp_path):
