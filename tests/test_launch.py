@@ -17,6 +17,7 @@ from torch.distributed import DistNetworkError
 
 from chaos import alive, wait_for
 from clvla.core.files import write_json
+from clvla.core.records import append_jsonl
 from clvla.core.processes import descendants
 from clvla.train.config import TrainConfig, resolve
 from clvla.run.child import explain
@@ -120,7 +121,7 @@ def test_episodes_of_many_processes(tmp_path):
     for f, n in ((run, 0), (one, 1), (one, 2), (two, 3)): f.episode(rec(n))
     with open(run.path/"episodes-1.jsonl", "a") as f: f.write('{"stage": 0, "ta')
     with open(run.path/"episodes.jsonl", "a") as f: f.write(json.dumps(rec(1))[:20])
-    with open(run.path/"episodes-2.jsonl", "a") as f: f.write(json.dumps(rec(0, success=False))+"\n")
+    append_jsonl(run.path/"episodes-2.jsonl", rec(0, success=False), sealed=True)
     said = []
     assert [r["trial"] for r in run.episodes(said.append)] == [0, 1, 2, 3] and len(said) == 2
     unlink, Path.unlink = Path.unlink, lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)

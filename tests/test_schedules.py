@@ -56,7 +56,7 @@ def test_every_kept_run_is_still_that_of_its_resolved_config(tmp_path):
 def test_a_later_setting_is_left_out_of_the_identity_only_where_it_has_its_default():
     cfg = TrainConfig()
     later = table(TrainConfig, "ADDED")
-    assert set(later) == {"schedule", "along", "patience", "look_every", "look_trials", "lora_dropout", "lora_init", "accept", "held_out", "cl", "cl_kw"} and not set(later) & set(identity(cfg))
+    assert set(later) == {"schedule", "along", "patience", "look_every", "look_trials", "lora_dropout", "lora_init", "accept", "held_out", "cl", "cl_kw", "plan"} and not set(later) & set(identity(cfg))
     assert identity(replace(cfg, along="continue"))["along"] == "continue"
     stored = {k: v for k, v in config_json(cfg).items() if k not in later}
     assert differences(stored, cfg) == [] and differences(stored, replace(cfg, schedule="linear")) == ["schedule: 'cosine' -> 'linear'"]

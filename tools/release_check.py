@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # imported in an environment with the extra: what its code asks for
 TRIES = dict(core="torch, pandas, plotly", metaworld="metaworld, mujoco", libero="libero, robosuite, bddl", gym="gymnasium, minigrid", envpool="envpool", minihack="minihack",
-             sb3="stable_baselines3", ray="ray", lerobot="lerobot", peft="peft", vlm="transformers, torchvision", deepspeed="deepspeed", search="optuna",
+             sb3="stable_baselines3", ray="ray", lerobot="lerobot", peft="peft", vlm="transformers, torchvision", deepspeed="deepspeed", search="optuna", served="aiohttp, msgpack",
              tensorboard="tensorboard", trackio="trackio", dev="nbdev, playwright, jupyterlab", docs="sphinx, myst_nb, furo")
 IMPORT_ALL = """import importlib, pkgutil, clvla
 names = [m.name for m in pkgutil.walk_packages(clvla.__path__, "clvla.") if not m.name.endswith("__main__")]

@@ -6,10 +6,11 @@
 __all__ = ['Feed', 'Guard', 'stage_numbers', 'hand_on']
 
 # %% ../../nbs/run/26_feed.ipynb #9875aa18
-import json, threading
+import threading
 from pathlib import Path
 from fastcore.basics import patch
 from ..core.files import read_json, write_json
+from ..core.records import unsealed
 from .folder import RunFolder
 from .report import without_success
 from .sinks import sink_names, sinks
@@ -73,8 +74,9 @@ def read(
         *lines,unfinished = f.read().split(b"\n")
         self.offset = f.tell()-len(unfinished)
     for line in lines:
-        record = json.loads(line)
-        self.starts.setdefault(record["stage"], self.step)
+        record = unsealed(line)
+        if record is None: record = {}   # a damaged line, which the run itself names
+        if record: self.starts.setdefault(record["stage"], self.step)
         if "step" in record:
             numbers = {k: v for k,v in record.items() if k not in ("stage", "step") and type(v) in (int, float)}
             found.append((self.n_lines, self.step, numbers))
