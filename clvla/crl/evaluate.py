@@ -80,7 +80,7 @@ def play_point(
     path,          # a checkpoint's folder
     out:RunFolder, # of the evaluation
     say=print,     # told the result
-    check=len      # called between two tasks with no meaning for its answer; may raise
+    check=lambda: None # called before each task; may raise
 ):
     "Play one checkpoint, and record what is not yet recorded."
     cfg,run,learner = evaluation.cfg,evaluation.run,agent_at(path, evaluation.run)
@@ -95,7 +95,7 @@ def play_point(
         stack.callback(examiner.close)
         examiner.first = cfg.first_trial
         for n,task_id in enumerate(ids):
-            check("")
+            check()
             if recorded.issuperset((position["t"], None, task_id, k) for k in evaluation.trials): continue
             for r in examiner.task(learner.agent, task_id, learner.cl.within):
                 if record_key(r := info | r | dict(restarts=0)) not in recorded: out.episode(r)
@@ -125,5 +125,5 @@ def eval_agent(
         if changed := out.other_versions(): say(f"since this evaluation began, {changed}")
         for path in evaluation.points:
             if wrong := check_checkpoint(path): raise ValueError(f"checkpoint {path} is not whole: {'; '.join(wrong)}")
-            play_point(evaluation, path, out, say, lambda _: flag.check())
+            play_point(evaluation, path, out, say, flag.check)
     return out

@@ -6,25 +6,19 @@
 __all__ = ['part_of', 'columns_of', 'seen_of', 'robot_actions', 'task_of', 'RobotPolicy']
 
 # %% ../../nbs/train/14_robot.ipynb #b646b547
-from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import torch
 from fastcore.basics import patch
 from ..core.batch import to_device, torch_rng
-from ..core.files import read_json
 from ..core.names import ACTION, IMAGES, PROMPT, STATE, TASK_ID, closest
 from ..core.pictures import as_picture
 from ..data.layouts import GRIPPERS, convert
 from ..data.lerobot import camera_map
 from ..data.lerobot_write import squeezed
 from ..data.partition import lerobot_info
-from ..data.streams import Stream, Task, stream_from
-from ..run.checkpoint import latest_checkpoint
-from ..run.config import read_config
-from ..run.plugins import plugins_of
-from .checkpoint_eval import load_point
-from .config import TrainConfig
+from ..data.streams import Stream, Task
+from .checkpoint_eval import newest_point
 
 # %% ../../nbs/train/14_robot.ipynb #3c34d5d2
 def part_of(
@@ -113,13 +107,7 @@ class RobotPolicy:
         data_set:str="",  # where a task reads several in different layouts: the one that the observations are like
         cameras=None      # our name -> column, where the data set is not on this machine
     ):
-        cfg = read_config(run_dir)
-        if not isinstance(cfg, TrainConfig): raise ValueError(f"{run_dir} is a run of learner {cfg.learner!r}, expected imitation or practice")
-        plugins_of(replace(cfg, trust=trust), copies=True)
-        point = latest_checkpoint(Path(run_dir)/"checkpoints", say)
-        if point is None: raise ValueError(f"{run_dir} has no whole checkpoint; let its run finish a task first")
-        self.stream = stream_from(read_json(point/"stream.json"), point/"stream.json")
-        self.policy,self.processor,self.algo = load_point(point, cfg, self.stream, device)
+        _,self.stream,self.policy,self.processor,self.algo = newest_point(run_dir, device, trust, say)
         self.policy.eval()
         self.say,self.rng,self.device = say,torch_rng(seed, "robot"),torch.device(device)
         self.data_set,self.cameras = data_set,cameras

@@ -9,25 +9,19 @@ __all__ = ['Session', 'PolicyServer', 'cameras_for', 'task_named', 'begin', 'see
 # %% ../../nbs/train/16_serve.ipynb #1aed9303
 import asyncio, threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 import numpy as np
 from ..core.batch import torch_rng
-from ..core.files import read_json
 from ..core.names import IMAGES, STATE, closest, require
 from ..core.pictures import as_picture
 from ..core.trust import plain
 from ..data.lerobot_write import squeezed
-from ..data.streams import Stream, stream_from
+from ..data.streams import Stream
 from ..eval.call import predict
 from ..eval.messages import MOST, pack, unpack
 from ..eval.rows import Row
 from ..policies.all import read_policy
-from ..run.checkpoint import latest_checkpoint
-from ..run.config import read_config
-from ..run.plugins import plugins_of
-from .checkpoint_eval import load_point
-from .config import TrainConfig
+from .checkpoint_eval import newest_point
 
 # %% ../../nbs/train/16_serve.ipynb #4d14ac08
 @dataclass
@@ -48,13 +42,7 @@ class PolicyServer:
         trust:bool=False, # run what a folder that somebody else began brings
         say=print         # told what is served
     ):
-        cfg = read_config(run_dir)
-        if not isinstance(cfg, TrainConfig): raise ValueError(f"{run_dir} is a run of learner {cfg.learner!r}, expected imitation or practice")
-        plugins_of(replace(cfg, trust=trust), copies=True)
-        point = latest_checkpoint(Path(run_dir)/"checkpoints", say)
-        if point is None: raise ValueError(f"{run_dir} has no whole checkpoint; let its run finish a task first")
-        self.stream = stream_from(read_json(point/"stream.json"), point/"stream.json")
-        self.policy,self.processor,self.algo = load_point(point, cfg, self.stream, device)
+        point,self.stream,self.policy,self.processor,self.algo = newest_point(run_dir, device, trust, say)
         if read_policy(point)["config"].get("n_actions") is not None: raise ValueError(f"{run_dir} has discrete actions, and vla-eval's protocol has none")
         self.policy.train(False)
         self.seed,self.say,self.lock,self.n_sessions = seed,say,threading.Lock(),0
