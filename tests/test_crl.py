@@ -381,8 +381,12 @@ def test_an_evaluation_of_an_agent_goes_on_where_it_was_cut(done):
 
 def test_clvla_evaluates_an_agent(done, capsys):
     from clvla.command.main import main
+    from clvla.run.folder import RunFolder
     assert main(["eval", str(done.path), "-p", "n_trials", "2", "-p", "last_only", "true"]) in (0, None)
-    assert "left" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    records = RunFolder(done.path/"evals"/"lower-0+2-s0-last").episodes()
+    assert {(r["stage"], r["task"], r["trial"]) for r in records} == {(3, i, k) for i in ("left", "right") for k in (0, 1)}
+    assert "left" in said and "evals" in said
 
 
 def test_the_page(tmp_path):
