@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from ray_nodes import CLUSTER
+from clvla.core.records import read_jsonl
 from clvla.run.queue import Queue
 from clvla.run.resume import fingerprint
+from clvla.train.checkpoint_eval import eval_cl
+from clvla.train.eval_config import EvalConfig
 
 pytest.importorskip("ray", reason="needs the extra: pip install 'clvla[ray]'")
 CLVLA = [sys.executable, "-c", "import sys; from clvla.command.main import main; sys.exit(main())"]
@@ -52,3 +55,22 @@ def test_the_lost_one_is_its_twin_alone(swept, shared_data):
     done = subprocess.run([*CLVLA, "run", *words, "--seed", str(lost), "--run_dir", str(folder/"twin")], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert fingerprint(folder/"twin") == fingerprint(queue.run_dir(queue.entries[lost]))
+
+
+def test_parts_on_two_nodes_are_the_evaluation_of_one_process(swept, shared_data):
+    "One command: parts are tasks of Ray, and whoever ends last puts them together."
+    run = Queue.open(swept[0]/"runs/s").run_dir(Queue.open(swept[0]/"runs/s").entries[0])
+    words = [str(w) for k,v in dict(run_dir=run, n_trials=2, n_workers=1, last_only=True).items() for w in ("-p", k, v)]
+    words = ["sweep", "--experiment", "eval_cl", "--parts", "2", "--engine", "ray", "--engine_kw", "{'cpus': 1}", "--folder", "runs/parts", "--json", *words]
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run([sys.executable, "-c", CLUSTER+f"from clvla.command.main import main\nsys.exit(main({words!r}))\n"], cwd=swept[0], env=env,
+                          capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout+done.stderr
+    assert [r["state"] for r in json.loads(done.stdout.strip().splitlines()[-1])["entries"]] == ["done"]*3
+    whole = run/"evals/lower-0+2-s0-last"
+    merged = read_jsonl(whole/"episodes.jsonl")
+    whole.rename(run/"evals/merged")
+    for k in range(2): whole.with_name(f"{whole.name}-part{k}of2").rename(swept[0]/f"part{k}")
+    alone = eval_cl(EvalConfig(run_dir=str(run), n_trials=2, n_workers=1, last_only=True, batch=8), len).episodes()
+    bare = lambda records: sorted(json.dumps({k: v for k,v in r.items() if k not in ("seconds", "restarts") and "time/" not in k}, sort_keys=True) for r in records)
+    assert bare(merged) == bare(alone) and len(alone) == 4
