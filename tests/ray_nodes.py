@@ -5,7 +5,7 @@ the machine's outer address. `lose()` gives the second node SIGKILL, and a third
 CLUSTER = """
 import os, sys, threading, time
 from pathlib import Path
-os.environ |= dict(RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="120")   # a busy machine takes its time
+os.environ |= dict(RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="60")   # a busy machine takes its time
 import ray
 from ray.cluster_utils import Cluster
 size = dict(object_store_memory=100_000_000)
