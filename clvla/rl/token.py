@@ -9,6 +9,7 @@ __all__ = ['pack', 'check_tokens', 'TokenCodec', 'CrossBlock', 'positions', 'rea
 # %% ../../nbs/rl/03_token.ipynb #7c3a01d3
 import copy
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from ..policies.base import check_count
 from ..policies.tiny import Block
@@ -132,6 +133,18 @@ class RLToken(TokenCodec):
         return self.write(x)                                      # row i has seen the token and z[:i]
 
     def error(self, err, real): return err.masked_fill(~real[...,None], 0).sum((1, 2))
+
+# %% ../../nbs/rl/03_token.ipynb #66c06502
+@patch
+@torch.no_grad()
+def unroll(self:TokenCodec,
+    token:Tensor, # (B,W)
+    real:Tensor   # (B,M) bool, which rows are written
+)->Tensor:        # (B,M,D), 0 elsewhere
+    "Write the tokens from the token and from what has been written before (eq. 4)."
+    z = token.new_zeros(*real.shape, self.D)
+    for i in range(real.shape[1]): z[:,i] = self.decode(token, z, real)[:,i]
+    return z.masked_fill(~real[...,None], 0)
 
 # %% ../../nbs/rl/03_token.ipynb #7c3a01ef
 @torch.no_grad()

@@ -94,6 +94,7 @@ class TokenPolicy(FrozenPolicy):
                               actor_config=actor_config, **config))
         self.codec,self.actor = codecs[token](**token_config),Actor(**actor_config)
         self.codec.requires_grad_(False)   # `explore`: chunks are drawn from the actor's Gaussian
+        self.blind_noise = False   # True: its chunks are Gaussian noise in normalised units, whatever it sees
 
     def chunk_noise(self, generator=None)->Tensor:
         "(2,H,A): of the policy's own chunk, and of the actor's Gaussian."
@@ -105,6 +106,7 @@ class TokenPolicy(FrozenPolicy):
     def predict_chunk(self, obs:dict, *, n:int=1, noise=None, generator=None)->Tensor:
         if n != 1: raise ValueError(f"a TokenPolicy gives one chunk for an observation, asked for {n}")
         if noise is None: noise = torch.stack([self.chunk_noise(generator) for _ in range(len(obs[STATE]))])
+        if self.blind_noise: return noise[:,1,:self.H].to(obs[STATE])
         x,ref = self.look(obs, noise[:,0])
         return self.actor.eval()(x, ref) + self.explore*self.actor.std*noise[:,1,:self.H].to(x)
 

@@ -76,6 +76,8 @@ class RunConfig:
         own = settings_of(menu[algo], ("seed",)) if menu else {}
         return dict(algo_kw=(f"algo {algo!r}", own)) | cl_settings(given.get("cl", cls.cl))
     @classmethod
+    def named(cls, given:dict)->dict: return given   # flat names as they are given: the field's own in the place of others
+    @classmethod
     def steps(cls)->tuple: return ()   # of `resolve`
     @classmethod
     def converted(cls, stored:dict)->dict: return stored
@@ -149,7 +151,7 @@ def make_config(
     given:dict # name -> value; fields, and settings of the chosen algorithm and policy
 ):             # an instance of `cls`
     "Build a config from flat names; ValueError for a name that nobody knows or that two know."
-    types = {f.name: f.type for f in fields(cls)}
+    types,given = {f.name: f.type for f in fields(cls)},cls.named(given) if hasattr(cls, "named") else given
     values = {k: value_of(k, v, types[k]) for k,v in given.items() if k in types}
     load_plugins(values.get("plugins", ()))
     settings = cls.settings(values) if len(values) < len(given) and hasattr(cls, "settings") else {}
