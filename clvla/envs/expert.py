@@ -54,10 +54,10 @@ def guided(
     gate:float|None=None,  # mean distance of the chunk from the plan, per number of an action, from which the expert acts;
                            # 0: it always does; None: the distance is not looked at
     late:int=0             # step of the episode from which the expert acts; 0: never for that
-)->tuple:                  # what is carried out: `actions`, or `Acting`; the expert's plan (m,A), None where nobody needed it
+)->tuple:                  # what is carried out: `actions`, or `Acting`; the expert's plan (m,A), None without `label`
     "Decide who acts until the next chunk is planned."
     plan = plan_of(env, len(actions)) if label or gate else None
     far = gate == 0 or bool(gate) and np.abs(plan-np.clip(actions[:len(plan),:plan.shape[1]], -1, 1)).mean() >= gate
-    if not far and not (late and env.t >= late): return actions,plan
-    check_expert(env)
-    return Acting(env, len(actions)),plan
+    acts = far or late and env.t >= late
+    if acts: check_expert(env)
+    return Acting(env, len(actions)) if acts else actions,plan if label else None
