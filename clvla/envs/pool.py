@@ -115,7 +115,8 @@ def _change(self:EnvPool, slot, spec):
 def step(self:EnvPool,
     slot:int,          # which environment
     actions:np.ndarray,# (n,A) with n at most `H`, float32, in the environment's units
-    watch=()           # steps in 1..n after which an observation is wanted
+    watch=(),          # steps in 1..n after which an observation is wanted
+    expert:dict|None=None # what the scripted expert does meanwhile: arguments of `envs.expert.guided`; None: nothing
 ):
     "Carry out a chunk; the outcome comes through `wait`. ValueError for a wrong chunk or a slot without an episode."
     actions,watch = np.asarray(actions, np.float32),sorted(int(k) for k in watch)
@@ -127,8 +128,8 @@ def step(self:EnvPool,
     if slot in s.worker.owed: raise ValueError(f"slot {slot} still owes a result; call wait() first")
     self._check_discrete(slot, actions)
     self._memory["action"][slot,:len(actions)] = actions
-    self._watch[slot] = watch
-    self.supervisor.command(slot, n=len(actions), watch=watch)
+    self._watch[slot],self._guided[slot] = watch,bool(expert)
+    self.supervisor.command(slot, n=len(actions), watch=watch, **(dict(expert=expert) if expert else {}))
 
 # %% ../../nbs/envs/03_pool.ipynb #8f04ed14
 @patch
@@ -196,6 +197,9 @@ class Result:
     opened:bool=False     # the environment's first result in its process: some simulators are built only for it
     watched:dict=field(default_factory=dict) # step -> observation inside the chunk
     success_at:int=0      # step of the chunk, from 1, at which the first success was; 0: none
+    actions:np.ndarray|None=None # (n_steps,A) that were carried out, by policy or expert; None: those that were sent
+    by_expert:bool=False  # the expert acted
+    plan:np.ndarray|None=None # (m,A) what the expert would have done from the observation before; None: it was not asked
 
     @property
     def reward(self)->float:
@@ -215,7 +219,14 @@ def _result(self:EnvPool, slot, s)->Result:
                   rewards=memory["rewards"][slot,:n].copy(), success=success, terminated=terminated,
                   truncated=truncated, n_steps=n, restarted=s.restarted,
                   seconds=tuple(memory["seconds"][slot].tolist()), opened=not s.begun, watched=watched,
-                  success_at=int(memory["success_at"][slot]))
+                  success_at=int(memory["success_at"][slot]), **(self._expert(slot, n) if n and self._guided[slot] else {}))
+
+@patch
+def _expert(self:EnvPool, slot, n)->dict:
+    "What the shared memory holds of the expert's part in a slot's last chunk of `n` steps."
+    memory,m = self._memory,int(self._memory["n_plan"][slot])
+    return dict(actions=memory["action"][slot,:n].copy(), by_expert=bool(memory["by_expert"][slot]),
+                plan=memory["plan"][slot,:m].copy() if m else None)
 
 # %% ../../nbs/envs/03_pool.ipynb #2991b3f1
 @patch
@@ -231,5 +242,6 @@ def _share_memory(self:EnvPool, facts:list):
                          f"and this machine has {there:.0f} GB; take smaller pictures (image_size), or fewer rows at a time (rows_per_task)")
     self._memory = self.supervisor.share_memory(layout, like)
     self._watch = [()]*len(self)   # of each slot's last chunk: the steps whose observations are wanted
+    self._guided = [False]*len(self) # whether an expert had a part in it
     keys = [*(IMAGES+c for c in self.cameras), STATE]+[N_ACTIONS]*self.discrete
     self.obs = {k: self._memory[k] for k in keys}

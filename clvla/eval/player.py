@@ -85,7 +85,8 @@ def evaluate(self:Player,
     actions:dict=None, # if a dict, (task id, trial) -> (n,A) executed actions are put there, for films
     on_round=None,   # called before each policy call, and after each second without an answer; may raise
     algo=None,       # `eval_key(task_id)` groups rows, `eval_policy(policy, task_id)` changes the policy for a group
-    recorder=None    # wants the observations after the steps `recorder.watch` of each chunk; `hear(row, result)` gets all
+    recorder=None    # wants the observations after the steps `recorder.watch` of each chunk; `hear(row, result)` gets all;
+                     # `recorder.expert`: the expert's part, as `EnvPool.step` takes it
 )->list:             # the new records of this process, by task and trial
     "Evaluate the policy on our part of the episodes; the end of the page says when records are the same."
     order = [t.id for t in self.tasks]
@@ -189,6 +190,7 @@ def _answered(self:_Evaluation, row, result):
     row.seconds[:3] += result.seconds
     row.opened |= result.opened
     if row not in self.waiting: self.waiting.append(row)   # it is in if its worker was lost after an answer
+    if result.actions is not None: row.actions[-1] = result.actions   # the expert may have acted
     if self.recorder is not None: self.recorder.hear(row, result)
     if result.restarted:
         row.restarts += 1
@@ -231,7 +233,8 @@ def _chunks(self:_Evaluation, call:dict)->np.ndarray:   # (places,H,A), those of
 def _go_on(self:_Evaluation, row, chunk):
     "Give a row's chunk to its simulator."
     row.actions.append(chunk)
-    self.pool.step(row.slot, chunk, () if self.recorder is None else self.recorder.watch)
+    if self.recorder is None: self.pool.step(row.slot, chunk)
+    else: self.pool.step(row.slot, chunk, self.recorder.watch, self.recorder.expert)
 
 @patch
 def _change_policy(self:_Evaluation, row):

@@ -44,11 +44,19 @@ class Successes:
         for e in episodes:
             if not e.success: continue
             ahead,pad = chunk_index(e.at[:-1], np.full(e.n_steps, e.n_steps-1), self.H)
-            self.parts.append({k: e.obs[k][:-1] for k in self.keys} | {ACTION: e.action[ahead], PAD: pad})
-            self.index[e.task_id] += range(len(self), len(self)+len(pad))
-            self.attempts += [self.attempts[-1]+1 if self.attempts else 0]*len(pad)
-            self.rows += [e.n_steps]*len(pad)
-            self.task_ids += [e.task_id]*len(pad)
+            self.take(e, np.arange(len(pad)), e.action[ahead], pad)
+        self.join()
+
+    def take(self, e, rows, action, pad):
+        "Samples of an episode: numbers of n observations, chunks (n,H,A) and (n,H) whether a step does not count."
+        self.parts.append({k: e.obs[k][rows] for k in self.keys} | {ACTION: action, PAD: pad})
+        self.index[e.task_id] += range(len(self), len(self)+len(pad))
+        self.attempts += [self.attempts[-1]+1 if self.attempts else 0]*len(pad)
+        self.rows += [e.n_steps]*len(pad)
+        self.task_ids += [e.task_id]*len(pad)
+
+    def join(self):
+        "One array of each key, of all samples."
         if not self.parts: return
         self.parts = [{k: np.concatenate([part[k] for part in self.parts]) for k in self.parts[0]}]
         self.arrays = self.parts[0]

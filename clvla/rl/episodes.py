@@ -27,6 +27,9 @@ class Episode:
     success:bool
     terminated:bool       # the task's own rule ended it
     truncated:bool        # the time limit did
+    is_intervention:np.ndarray|None=None # (T,) bool: the expert acted, not the policy; None: there was no expert
+    plan:np.ndarray|None=None            # (P,H,A) what the expert would have done where each of P chunks was planned
+    plan_steps:np.ndarray|None=None      # (P,) int64 steps of these plans; behind them its last action is repeated
 
     @property
     def n_steps(self)->int: return len(self.action)   # T
@@ -45,11 +48,12 @@ class Recorder:
     "Makes episodes of what a player hears."
     def __init__(self,
         stride:int, # steps between two observations inside a chunk
-        H:int       # steps of the policy's chunks; a multiple of `stride`
+        H:int,      # steps of the policy's chunks; a multiple of `stride`
+        expert:dict|None=None # the expert's part, as `EnvPool.step` takes it; None: it has none
     ):
         if stride < 1 or H%stride:
             raise ValueError(f"stride is {stride}, expected a divisor of the policy's chunk of {H} steps")
-        self.watch = tuple(range(stride, H, stride))
+        self.watch,self.H,self.expert = tuple(range(stride, H, stride)),H,expert
         self.begun,self.done = {},[]   # number of a row -> its open episode; whole episodes
 
     def hear(self, row, result):
@@ -58,7 +62,7 @@ class Recorder:
             self.begun[row.number] = _Open(row, result)
             return
         open_ = self.begun[row.number]
-        open_.add(result, row.actions[-1][:result.n_steps])
+        open_.add(result, row.actions[-1][:result.n_steps], self.H)
         if result.success or result.terminated or result.truncated:
             self.done.append(open_.close(result))
             del self.begun[row.number]
@@ -74,8 +78,9 @@ class _Open:
     def __init__(self, row, result):
         self.head = dict(task_id=row.task.id, trial=row.trial, seed=row.seed)
         self.at,self.obs,self.action,self.reward = [0],[_kept(result.obs)],[],[]
+        self.by_expert,self.plan,self.plan_steps = [],[],[]
 
-    def add(self, result, action):
+    def add(self, result, action, H):
         "Append a chunk, up to a success: (n,A) executed actions, and what was seen."
         start,n = len(self.action),result.success_at or result.n_steps
         seen = {step: obs for step,obs in result.watched.items() if step < n}
@@ -85,25 +90,34 @@ class _Open:
             self.obs.append(_kept(obs))
         self.action += list(np.asarray(action, np.float32)[:n])
         self.reward += result.rewards[:n].tolist()
+        if result.actions is not None: self.by_expert += [result.by_expert]*n
+        if result.plan is None: return
+        self.plan.append(result.plan[np.minimum(np.arange(H), len(result.plan)-1)])
+        self.plan_steps.append(len(result.plan))
 
     def close(self, result)->Episode:
         obs = {k: np.stack([o[k] for o in self.obs]) for k in self.obs[0]}
         return Episode(**self.head, obs=obs, at=np.array(self.at), action=np.stack(self.action),
                        reward=np.array(self.reward, np.float32), success=result.success,
-                       terminated=result.terminated, truncated=result.truncated)
+                       terminated=result.terminated, truncated=result.truncated, **self.of_expert())
+
+    def of_expert(self)->dict:
+        plans = dict(plan=np.stack(self.plan), plan_steps=np.array(self.plan_steps)) if self.plan else {}
+        return plans | (dict(is_intervention=np.array(self.by_expert)) if self.by_expert else {})
 
 def _kept(obs:dict)->dict: return {k: v.copy() for k,v in obs.items() if k != N_ACTIONS}   # they are views
 
 # %% ../../nbs/rl/00_episodes.ipynb #e0000018
 def save_episodes(path, episodes:list)->Path:
     "Write episodes as one safetensors file."
-    return save_state(path, dict(episodes=[vars(e) for e in episodes]))
+    return save_state(path, dict(episodes=[{k: v for k,v in vars(e).items() if v is not None} for e in episodes]))
 
 def load_episodes(path)->list:
     "Read what `save_episodes` wrote; ValueError for a file that it did not write."
     state = load_state(path)
     names = set(Episode.__dataclass_fields__)
-    if set(state) != {"episodes"} or any(set(e) != names for e in state["episodes"]):
+    needed = names-{"is_intervention", "plan", "plan_steps"}
+    if set(state) != {"episodes"} or any(not needed <= set(e) <= names for e in state["episodes"]):
         raise ValueError(f"{path} holds no episodes as save_episodes writes them; put the run's own file there")
     return [Episode(**{k: _array(v) for k,v in e.items()}) for e in state["episodes"]]
 

@@ -242,7 +242,7 @@ def play(self:Practice,
     "Play the attempts of a round."
     cfg,method = self.cfg,self.method
     visit = [s.name for s in self.stages[:stage.t]].count(stage.name)
-    recorder,starts = Recorder(cfg.stride, method.policy.H),starts_of(cfg, r, method.repeats, visit)
+    recorder,starts = Recorder(cfg.stride, method.policy.H, method.expert),starts_of(cfg, r, method.repeats, visit)
     player,info = self.evaluator.player_for(method.policy),dict(stage=stage.t, after=stage.name, step=r*method.updates)
     with one_thread():
         for repeat in range(method.repeats):

@@ -38,6 +38,7 @@ class Method:
     own_only = False # it learns only from attempts of the very weights that learn
     lacks = {}     # name of `cl.model.ASKS` -> why an algorithm that asks for it cannot hold this method
     unheld = ""    # why none can, with these settings
+    expert = None  # what the scripted expert does in its attempts: arguments of `envs.expert.guided`; None: nothing
     def __init__(self,
         seed:int=0,     # of the run
         updates:int=1   # after each round
