@@ -12,6 +12,7 @@ from ..core.names import Registry
 methods = Registry("practice method", cloning="clvla.rl.cloning:Cloning", token_td3="clvla.rl.token_td3:TokenTD3",
                    token_ppo="clvla.rl.token_ppo:TokenPPO", token_grpo="clvla.rl.token_ppo:TokenGRPO",
                    best_of_n="clvla.rl.best_of_n:BestOfNMethod", dsrl="clvla.rl.noise_actor:DSRL",
+                   distilled="clvla.rl.distilled:Distilled",
                    choice_ppo="clvla.rl.choice:ChoicePPO", choice_grpo="clvla.rl.choice:ChoiceGRPO")
 
 PREFERRED = "best_of_n","token_td3"   # what a run takes that names none
