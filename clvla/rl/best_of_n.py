@@ -98,7 +98,7 @@ class BestOfNMethod(TokenMethod):
     def __init__(self,
         seed:int=0,
         updates:int=800,       # of the critic, after each round
-        N:int=16,              # draws of each observation
+        N:int=32,              # draws of each observation
         reads:str="tokens",    # what the critic reads: proprioception, context, token, tokens
         token:str="",          # of "token": as of `TokenMethod`
         token_updates:int=500, # of its encoder and decoder, once
