@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WinningNoise', 'winner', 'WinnerLearner', 'DistilledPolicy', 'Distilled']
 
-# %% ../../nbs/rl/31_distilled.ipynb #bd5a5b04
+# %% ../../nbs/rl/31_distilled.ipynb #09310e04
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ from .actor import mlp
 from .best_of_n import AGREE, BestOfNMethod, critic_state, planned
 from .chunk_critic import ChunkCritic, CriticLearner
 from .held import HeldNet, TransitionSource
-from .noise_actor import draw_logits
+from .noise_actor import draw_logits, halved
 from .replay import Replay
 from .token_method import TokenMethod
 from .token_policy import FrozenPolicy, sizes_of
 
-# %% ../../nbs/rl/31_distilled.ipynb #86207008
+# %% ../../nbs/rl/31_distilled.ipynb #9dc2d908
 class WinningNoise(nn.Module):
     "The noise of the draw that wins; zeros at the start."
     def __init__(self,
@@ -47,9 +47,11 @@ def winner(
     draws:Tensor  # (B,N,C,A) the head's chunks of these noises
 )->Tensor:        # (B,C,A)
     "The noise of the draw that the critic prefers."
-    return noise[torch.arange(len(noise)),draw_logits(critic, x, draws).argmax(1)]
+    parts = zip(x.split(32), draws.split(32))   # the hidden layers of more rows take more time to be allocated than computed
+    best = torch.cat([draw_logits(critic, *part).argmax(1) for part in parts])
+    return noise[torch.arange(len(noise)),best]
 
-# %% ../../nbs/rl/31_distilled.ipynb #acd27909
+# %% ../../nbs/rl/31_distilled.ipynb #07c59a09
 class WinnerLearner:
     "An actor that regresses the winning noise, and its optimizer (eq. 1)."
     def __init__(self,
@@ -82,7 +84,7 @@ class WinnerLearner:
         self.opt.load_state_dict(state["opt"])
         self.n = int(state["n"])
 
-# %% ../../nbs/rl/31_distilled.ipynb #1676f70f
+# %% ../../nbs/rl/31_distilled.ipynb #5ffb7c0f
 class DistilledPolicy(FrozenPolicy):
     "A frozen policy and the actor of its head's noise; before it has learnt, the frozen policy. The critic lies beside it, to go on learning."
     def __init__(self,
@@ -110,7 +112,7 @@ class DistilledPolicy(FrozenPolicy):
         ctx = self.seen(obs, tokens=self.reads == "tokens")
         return ctx,critic_state(ctx, obs[STATE], self.reads)
 
-# %% ../../nbs/rl/31_distilled.ipynb #3f9fa310
+# %% ../../nbs/rl/31_distilled.ipynb #ad333710
 @patch
 def further(self:DistilledPolicy,
     own:Tensor # (B,H,A) noises
@@ -138,7 +140,7 @@ def predict_chunk(self:DistilledPolicy, obs:dict, *, n:int=1, noise=None, genera
         return draws[torch.arange(len(draws)),best]
     return self.drawn(ctx, self.actor(self.standard(x)) if self.has_learnt else noise)
 
-# %% ../../nbs/rl/31_distilled.ipynb #91171417
+# %% ../../nbs/rl/31_distilled.ipynb #7665d017
 class Distilled(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of the best of its draws."
     model = "rl-distilled"
@@ -171,7 +173,7 @@ class Distilled(BestOfNMethod):
 
     def nets(self)->dict: return dict(critic=self.learner.held, actor=self.winner_learner.held)
 
-# %% ../../nbs/rl/31_distilled.ipynb #204fce18
+# %% ../../nbs/rl/31_distilled.ipynb #9cde4918
 @patch
 def make_policy(self:Distilled)->DistilledPolicy:
     "The frozen policy with a new actor and a new critic."
@@ -198,7 +200,7 @@ def prepare(self:Distilled, ctx):
     fields = dict(action=chunk, next_action=chunk, reward=number, mask=number, ret=number, noise=pool, draws=pool)
     self.replay = Replay(self.capacity, dict(x=((policy.critic.X,), torch.float16)), fields, device=ctx.device, seed=self.seed)
 
-# %% ../../nbs/rl/31_distilled.ipynb #38647919
+# %% ../../nbs/rl/31_distilled.ipynb #636ab119
 @patch
 @torch.no_grad()
 def states(self:Distilled, e)->dict:
@@ -225,10 +227,10 @@ def update(self:Distilled)->dict:
     if not len(self.replay): return {}
     batch = self.source.draw(self.sample)
     numbers = self.learner.update(batch)
-    if self.winner_learner.due(): numbers |= self.winner_learner.update(self.asked(batch))
+    if self.winner_learner.due(): numbers |= self.winner_learner.update(self.asked(halved(batch)))
     return {f"rl/{k}": float(v) for k,v in numbers.items()}
 
-# %% ../../nbs/rl/31_distilled.ipynb #61517f1a
+# %% ../../nbs/rl/31_distilled.ipynb #ec4a1b1a
 @patch
 def state_dict(self:Distilled)->dict:
     "Learners and replay."
