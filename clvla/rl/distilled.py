@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WinningNoise', 'winner', 'WinnerLearner', 'DistilledPolicy', 'Distilled']
 
-# %% ../../nbs/rl/31_distilled.ipynb #436c3004
+# %% ../../nbs/rl/31_distilled.ipynb #3b28f404
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from .replay import Replay
 from .token_method import TokenMethod
 from .token_policy import FrozenPolicy, sizes_of
 
-# %% ../../nbs/rl/31_distilled.ipynb #ec600a08
+# %% ../../nbs/rl/31_distilled.ipynb #03995508
 class WinningNoise(nn.Module):
     "The noise of the draw that wins; zeros at the start."
     def __init__(self,
@@ -51,7 +51,7 @@ def winner(
     best = torch.cat([draw_logits(critic, *part).argmax(1) for part in parts])
     return noise[torch.arange(len(noise)),best]
 
-# %% ../../nbs/rl/31_distilled.ipynb #b3de2909
+# %% ../../nbs/rl/31_distilled.ipynb #e1ed8d09
 class WinnerLearner:
     "An actor that regresses the winning noise, and its optimizer (eq. 1)."
     def __init__(self,
@@ -84,7 +84,7 @@ class WinnerLearner:
         self.opt.load_state_dict(state["opt"])
         self.n = int(state["n"])
 
-# %% ../../nbs/rl/31_distilled.ipynb #f4a3a40f
+# %% ../../nbs/rl/31_distilled.ipynb #a6faab0f
 class DistilledPolicy(FrozenPolicy):
     "A frozen policy and the actor of its head's noise; before it has learnt, the frozen policy. The critic lies beside it, to go on learning."
     def __init__(self,
@@ -112,7 +112,7 @@ class DistilledPolicy(FrozenPolicy):
         ctx = self.seen(obs, tokens=self.reads == "tokens")
         return ctx,critic_state(ctx, obs[STATE], self.reads)
 
-# %% ../../nbs/rl/31_distilled.ipynb #b73d8010
+# %% ../../nbs/rl/31_distilled.ipynb #056d6a10
 @patch
 def further(self:DistilledPolicy,
     own:Tensor # (B,H,A) noises
@@ -140,7 +140,7 @@ def predict_chunk(self:DistilledPolicy, obs:dict, *, n:int=1, noise=None, genera
         return draws[torch.arange(len(draws)),best]
     return self.drawn(ctx, self.actor(self.standard(x)) if self.has_learnt else noise)
 
-# %% ../../nbs/rl/31_distilled.ipynb #8c1a4617
+# %% ../../nbs/rl/31_distilled.ipynb #cf2b9517
 class Distilled(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of the best of its draws."
     model = "rl-distilled"
@@ -173,7 +173,7 @@ class Distilled(BestOfNMethod):
 
     def nets(self)->dict: return dict(critic=self.learner.held, actor=self.winner_learner.held)
 
-# %% ../../nbs/rl/31_distilled.ipynb #b017c118
+# %% ../../nbs/rl/31_distilled.ipynb #39031618
 @patch
 def make_policy(self:Distilled)->DistilledPolicy:
     "The frozen policy with a new actor and a new critic."
@@ -200,7 +200,7 @@ def prepare(self:Distilled, ctx):
     fields = dict(action=chunk, next_action=chunk, reward=number, mask=number, ret=number, noise=pool, draws=pool)
     self.replay = Replay(self.capacity, dict(x=((policy.critic.X,), torch.float16)), fields, device=ctx.device, seed=self.seed)
 
-# %% ../../nbs/rl/31_distilled.ipynb #41411119
+# %% ../../nbs/rl/31_distilled.ipynb #92c6fd19
 @patch
 @torch.no_grad()
 def states(self:Distilled, e)->dict:
@@ -230,7 +230,7 @@ def update(self:Distilled)->dict:
     if self.winner_learner.due(): numbers |= self.winner_learner.update(self.asked(halved(batch)))
     return {f"rl/{k}": float(v) for k,v in numbers.items()}
 
-# %% ../../nbs/rl/31_distilled.ipynb #1077341a
+# %% ../../nbs/rl/31_distilled.ipynb #c89a161a
 @patch
 def state_dict(self:Distilled)->dict:
     "Learners and replay."
