@@ -21,7 +21,8 @@ from clvla.train.checkpoint_eval import eval_cl
 from clvla.train.eval_config import EvalConfig
 
 SOME = SMALL | dict(steps_per_task=40)   # a base that succeeds now and then
-FEW = {"dsrl": dict(updates=4, sample=8, capacity=1000, noises=4, reads="context"), "choice_ppo": dict(minibatch=8, N=4),
+FEW = {"dsrl": dict(updates=4, sample=8, capacity=1000, noises=4, reads="context"),
+       "distilled": dict(updates=4, sample=8, capacity=1000, N=4, reads="context", actor_every=2), "choice_ppo": dict(minibatch=8, N=4),
        "choice_grpo": dict(minibatch=8, N=4, group_size=3, reads="context")}
 
 
@@ -52,7 +53,7 @@ def test_the_base_stays_and_a_crash_changes_nothing(data, tmp_path, alone, algo)
     assert all(torch.equal(policy.vla.state_dict()[k], v) for k, v in base.items())
     last = policy.actor.net[-1]
     assert max(p.abs().max() for p in last.parameters()) > 0   # it was zero
-    for n in (1, 6 if algo == "dsrl" else 2):
+    for n in (1, 6 if algo in ("dsrl", "distilled") else 2):
         with pytest.MonkeyPatch.context() as m:
             crash_after(m, n, algo=algo)
             with pytest.raises(Crash): practise(config(data, tmp_path/f"crash{n}", algo, save_every=1), say=len)
@@ -65,6 +66,8 @@ def test_the_base_stays_and_a_crash_changes_nothing(data, tmp_path, alone, algo)
     ("dsrl", dict(head="l1"), "dsrl needs draws, and head 'l1'"), ("dsrl", dict(algo_kw=dict(noises=1)), "noises must be"),
     ("dsrl", dict(algo_kw=dict(alpha=-1.)), "alpha must be"), ("dsrl", dict(algo_kw=dict(reads="token")), "learns no token"),
     ("dsrl", dict(algo_kw=dict(reads="al")), "reads must be one of"), ("dsrl", dict(lora_rank=2), "lora_rank"),
+    ("distilled", dict(head="l1"), "distilled needs draws, and head 'l1'"), ("distilled", dict(algo_kw=dict(N=1)), "N must be"),
+    ("distilled", dict(algo_kw=dict(actor_every=0)), "actor_every must be"), ("distilled", dict(algo_kw=dict(reads="token")), "learns no token"),
     ("choice_ppo", dict(head="l1"), "choice_ppo needs draws, and head 'l1'"), ("choice_ppo", dict(algo_kw=dict(N=1)), "N must be"),
     ("choice_ppo", dict(algo_kw=dict(group_size=3)), "group_size"), ("choice_grpo", dict(algo_kw=dict(group_size=4)), "multiple of group_size 4"),
     ("choice_grpo", dict(algo_kw=dict(kl_weight=-1.)), "kl_weight"), ("choice_grpo", dict(model="lerobot-act-tiny"), "Take a model of tiny")])

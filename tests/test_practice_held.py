@@ -21,12 +21,13 @@ from clvla.rl.token_method import TokenMethod
 from clvla.run.report import matrix_of
 from clvla.run.resume import fingerprint
 
-OFF = dict(best_of_n=dict(updates=6, sample=16), token_td3=dict(updates=6, token_updates=4, sample=16), dsrl=dict(updates=6, sample=16))
+OFF = dict(best_of_n=dict(updates=6, sample=16), token_td3=dict(updates=6, token_updates=4, sample=16), dsrl=dict(updates=6, sample=16),
+           distilled=dict(updates=6, sample=16, N=4, actor_every=2))
 ON = dict(token_ppo=dict(token_updates=4, minibatch=8), token_grpo=dict(token_updates=4, minibatch=8, group_size=3),
           choice_ppo=dict(minibatch=8), choice_grpo=dict(minibatch=8, group_size=3),
           flow_ppo=dict(minibatch=8), flow_grpo=dict(minibatch=8, group_size=3))
 MENU = tuple(algos)   # as it was before other tests added to it
-NETS = dict(best_of_n=["critic"], token_td3=["critic", "actor"], dsrl=["critic", "score", "noise"], token_ppo=["actor"], token_grpo=["actor"],
+NETS = dict(best_of_n=["critic"], token_td3=["critic", "actor"], dsrl=["critic", "score", "noise"], distilled=["critic", "actor"], token_ppo=["actor"], token_grpo=["actor"],
             choice_ppo=["actor"], choice_grpo=["actor"], flow_ppo=["actor"], flow_grpo=["actor"])
 KW = dict(mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=5), ewc=dict(n_batches=2), mas=dict(n_batches=2), lwf=dict(prompts="current"))
 
@@ -44,7 +45,7 @@ def held(data, path, algo, cl, **kw): return practise(config(data, path, algo, c
 
 
 @pytest.mark.parametrize("algo, cl", [("best_of_n", "mir"), ("best_of_n", "gem"), ("best_of_n", "derpp"), ("token_td3", "er+ewc"), ("token_td3", "mir"), ("token_td3", "lwf"),
-                                      ("dsrl", "der"), ("dsrl", "mas"), ("token_ppo", "ewc"), ("choice_ppo", "mas"), ("token_grpo", "l2"), ("choice_grpo", "retain"), ("flow_ppo", "ewc")])
+                                      ("dsrl", "der"), ("dsrl", "mas"), ("distilled", "er+ewc"), ("token_ppo", "ewc"), ("choice_ppo", "mas"), ("token_grpo", "l2"), ("choice_grpo", "retain"), ("flow_ppo", "ewc")])
 def test_a_crash_in_the_second_task_changes_nothing(data, tmp_path, algo, cl):
     run = held(data, tmp_path/"whole", algo, cl)
     n = 15 if algo in OFF else 3   # of 24 updates, or of 4
@@ -84,7 +85,7 @@ def test_each_network_hears_its_own_hooks(data, tmp_path, monkeypatch, algo):
         where = {k: of.index(k) for k in ends}
         steps = [k for k, e in enumerate(of) if e == ("step", "right")]
         assert steps and where["start", "right"] < min(steps) and max(steps) < where["end", "right"], name
-    if algo in OFF: assert [of.count(("step", "left")) for of in seen.values()] == dict(best_of_n=[12], token_td3=[12, 6], dsrl=[12]*3)[algo]
+    if algo in OFF: assert [of.count(("step", "left")) for of in seen.values()] == dict(best_of_n=[12], token_td3=[12, 6], dsrl=[12]*3, distilled=[12, 6])[algo]
 
 
 @pytest.mark.parametrize("cl, kw, shares", [("none", {}, [0, 0]), ("er", dict(replay_ratio=.25), [0, .25]), ("cumulative", {}, [0, .5])])

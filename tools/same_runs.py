@@ -57,6 +57,7 @@ PRACTICE = dict(
     token_ppo=dict(algo="token_ppo", algo_kw=dict(token_updates=4) | FEW),
     token_grpo=dict(algo="token_grpo", algo_kw=dict(token_updates=4, group_size=3) | FEW),
     dsrl=dict(algo="dsrl", algo_kw=dict(updates=5, noises=4, sample=8)),
+    distilled=dict(algo="distilled", algo_kw=dict(updates=5, N=4, sample=8, actor_every=2)),
     choice_ppo=dict(algo="choice_ppo", algo_kw=dict(N=4) | FEW),
     choice_grpo=dict(algo="choice_grpo", algo_kw=dict(N=4, group_size=3) | FEW),
     flow_ppo=dict(algo="flow_ppo", algo_kw=FEW),

@@ -94,11 +94,11 @@ class BestOfNMethod(TokenMethod):
     "A frozen policy, and a critic that learns to choose among its draws."
     model = "rl-best"
     needs_noise = True
-    kept = ("x",)   # of an attempt's states, in the replay
+    kept,beside = ("x",),()   # of an attempt's states, in the replay, and of its chunks
     def __init__(self,
         seed:int=0,
         updates:int=800,       # of the critic, after each round
-        N:int=16,              # draws of each observation
+        N:int=32,              # draws of each observation
         reads:str="tokens",    # what the critic reads: proprioception, context, token, tokens
         token:str="",          # of "token": as of `TokenMethod`
         token_updates:int=500, # of its encoder and decoder, once
@@ -196,6 +196,7 @@ def take(self:BestOfNMethod, attempts:list):
     for a in self.deal(attempts) if self.shuffled else attempts:
         e = a["episode"]
         found = chunk_rows(a["plans"], e.n_steps, e.success, e.ended, self.gamma)
+        found |= {k: a[k][:len(found["start"])] for k in self.beside}
         if len(found["start"]): self.replay.push({k: a[k] for k in self.kept}, found, ids.index(e.task_id))
 
 @patch
