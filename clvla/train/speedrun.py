@@ -175,7 +175,7 @@ def faults(
     found += [f"plugin: {k} is not the file of the record" for k in sorted(record["files"].keys() | sub.files.keys()) if record["files"].get(k) != sub.files.get(k)]
     attempts = record["attempts"]
     if (seeds := [a["seed"] for a in attempts]) != [sub.seed, sub.seed+1]: found.append(f"seed: the attempts have {seeds}, and the submission {[sub.seed, sub.seed+1]}")
-    if any(len(row) != track.n_starts for a in attempts for row in a["won"].values()): found.append(f"starts: the track has {track.n_starts} a task, and the record other numbers")
+    if any(len(row) != track.n_starts for a in attempts for row in a["won"].values()): return [*found, f"starts: the track has {track.n_starts} a task, and the record other numbers"]
     mean,low = success_of(attempts)
     said = dict(mean=round(mean, 4), low=round(low, 4), clock=round(clock_of(attempts, track), 2), bytes=size_of(attempts))
     found += [f"{k}: the record says {record[k]}, and its attempts {v}" for k,v in said.items() if record[k] != v]
