@@ -33,7 +33,7 @@ class Track:
     "What a race holds fixed."
     suite:str = "mw10"   # stream, in its own order
     n_demos:int = 25     # demonstrations per task
-    n_starts:int = 40    # starts of each task that are played after the last one, numbers 0 to n_starts-1
+    n_starts:int = 30    # starts of each task that are played after the last one, numbers 0 to n_starts-1
     goal:float = .9      # least lower bound of the mean success
     cores:int = 2        # of the machine: core seconds divided by it are the clock
 
