@@ -7,7 +7,7 @@ __all__ = ['DOOR', 'config_json', 'stored_config', 'config_from', 'long_form', '
            'read_cost', 'arguments_of']
 
 # %% ../../nbs/core/03_config.ipynb #0e7853e3
-import inspect
+import inspect, math
 from dataclasses import MISSING, asdict, fields
 from .files import read_json
 from .names import closest
@@ -116,7 +116,9 @@ def read_cost(
     parts = dict.fromkeys(("seconds", "core_seconds", "samples", "bytes"), dict)
     try:
         cost = read_entries(path, parts | dict(peak_memory_gb=(int, float)), optional=[*parts, "peak_memory_gb"][1:])
-        for name in parts.keys() & cost.keys(): entries(cost[name], dict.fromkeys(cost[name], (int, float)), repr(name))
+        for name in parts.keys() & cost.keys():
+            entries(cost[name], dict.fromkeys(cost[name], (int, float)), repr(name))
+            if not all(map(math.isfinite, cost[name].values())): raise ValueError(f"{name!r} has a number that is not finite")
     except ValueError as e: raise ValueError(f"{path} is not what a run writes ({e}); remove it, and seconds are counted anew") from e
     return dict(peak_memory_gb=0.) | cost
 
