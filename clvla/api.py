@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from .crl.config import AgentConfig
 from .crl.curves import draw, seeds_table, together
 from .crl.learner import curves_from, curves_of
+from .eval.budgets import agreeing, budget_points, budget_table
 from .eval.compare import (CompareConfig, baseline_of, cost_table, difference_points, find_runs, group, mean_lines, metric_points, paired_table, summary,
                                 wide)
 from .eval.metrics import SuccessMatrix
@@ -137,13 +138,20 @@ class Comparison:
     n_boot:int = 2000 # bootstrap draws
     seed:int = 0      # of the bootstrap
     plan:dict|None = None # that was written before the runs, checked
+    equal:str = ""        # budget that is held equal; "": none
+    tolerance:float = .1  # share of the baseline's budget by which another may differ
 
     @cached_property
     def summary(self)->pd.DataFrame: return summary(self.groups, n_boot=self.n_boot, seed=self.seed)   # a row for each group and metric
     @property
     def table(self)->pd.DataFrame: return self._marked(wide(self.summary))   # a row for each group, metrics with intervals
     @cached_property
-    def paired(self)->pd.DataFrame: return paired_table(self.groups, self.baseline, self.n_boot, self.seed)   # each group minus the baseline
+    def budgets(self)->pd.DataFrame|None: return budget_table(self.groups, self.baseline, self.equal, self.tolerance) if self.equal else None   # what each run used
+    @property
+    def agreeing(self)->dict: return agreeing(self.groups, self.baseline, self.budgets) if self.equal else self.groups   # groups that are paired
+    @cached_property
+    def paired(self)->pd.DataFrame: return paired_table(self.agreeing, self.baseline, self.n_boot, self.seed)   # each group minus the baseline
+    def over_budget(self)->go.Figure|None: return budget_points(self.groups, self.equal, self.agreeing, self.n_boot, self.seed) if self.equal else None
     def figure(self)->go.Figure: return difference_points(self.paired, self.baseline)
     @cached_property
     def followed(self)->Followed|None: return follow_runs(self.plan, self.groups, list(self.summary.metric.unique()), self.baseline) if self.plan else None
@@ -155,10 +163,12 @@ def compare(
     by="algo",       # settings that tell groups apart, a list or with commas
     baseline:str="", # a group; "": the plan's, or sequential where there is one, else the first
     plan="",         # file of a plan that was written before the runs (page eval/plan); groups are then as it says
+    equal:str="",    # pair only runs that used as much of it: bytes, seconds, core_seconds or samples (page eval/budgets)
+    tolerance:float=.1, # share of the baseline's budget by which another may differ
     **boot           # n_boot and seed, of the intervals
 )->Comparison:
     "Put runs side by side; ValueError where they are not comparable."
-    cfg = CompareConfig(runs=[str(path_of(run)) for run in runs], by=by, baseline=baseline, plan=plan)
+    cfg = CompareConfig(runs=[str(path_of(run)) for run in runs], by=by, baseline=baseline, plan=plan, equal=equal, tolerance=tolerance)
     return compared(cfg, **boot)
 
 def compared(
@@ -172,7 +182,9 @@ def compared(
         raise ValueError(f"baseline is {cfg.baseline!r}, and the plan's is {plan['baseline']!r}; leave baseline out")
     groups = group(find_runs(cfg.runs) if runs is None else runs, *((plan["by"], FREE) if plan else (cfg.keys,)))
     planned = plan["baseline"] if plan and plan["baseline"] in groups else ""   # it may be missing, which is said
-    return Comparison(groups, baseline_of(groups, cfg.baseline or planned), **boot, plan=plan)
+    c = Comparison(groups, baseline_of(groups, cfg.baseline or planned), **boot, plan=plan, equal=cfg.equal, tolerance=cfg.tolerance)
+    c.budgets   # a wrong word is refused at the door
+    return c
 
 # %% ../nbs/00_api.ipynb #53a16602
 @patch
@@ -194,12 +206,17 @@ def forgotten(self:Comparison)->dict:
     return measures | {f"Curves: {name}": draw(c, f"{name}: return of each task's evaluation") for name,c in curves.items()}
 
 @patch
+def budget_parts(self:Comparison)->dict:
+    "Heading -> figure or table of the budget that is held equal; {} for none."
+    return {"Budgets": self.budgets, "Success over the budget": self.over_budget()} if self.equal else {}
+
+@patch
 def parts(self:Comparison)->dict:
     "Heading -> figure or table, of everything."
     plan = {} if not self.plan else {"The plan": Table([(line,) for line in self.followed.text.splitlines()], columns=["what became of it"])}
     return {**plan, "All metrics": self.table.reset_index(), "Success at the end": metric_points(self.summary),
             "Backward transfer": metric_points(self.summary, "BWT"), "Over the stream": mean_lines(self.groups),
-            "Paired with the baseline": self.paired, "Differences": self.figure(), **self.matrices(), **self.forgotten(),
+            "Paired with the baseline": self.paired, "Differences": self.figure(), **self.budget_parts(), **self.matrices(), **self.forgotten(),
             "Cost, seconds": cost_table(self.groups)}
 
 @patch

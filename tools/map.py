@@ -13,7 +13,7 @@ ROOMS = {   # folder -> its heading
     "envs/metaworld": "envs/metaworld", "envs/libero": "envs/libero", "envs/gym": "envs/gym: Gymnasium, MiniGrid, games",
     "policies": "policies: the contract, heads, adapters", "policies/lerobot": "policies/lerobot", "policies/vlm": "policies/vlm: families on language models",
     "cl": "cl: methods against forgetting", "train": "train: imitation", "rl": "rl: practice", "crl": "crl: agents that learn by reward",
-    "eval": "eval: metrics, intervals, episodes, figures", "run": "run: a run as a process", "command": "command: `clvla` from a terminal", "benchmarks": "Benchmarks"}
+    "eval": "eval: metrics, intervals, episodes, figures", "run": "run: a run as a process", "command": "command: `clvla` from a terminal", "benchmarks": "Benchmarks", "speedrun": "The forgetting speedrun"}
 
 WANTED = {   # what somebody wants to do -> the pages for it, the first one first
     "see a policy forget, in two minutes": "tutorials/first_forgetting", "read a success matrix": "tutorials/read_a_matrix eval/00_metrics",
@@ -21,7 +21,7 @@ WANTED = {   # what somebody wants to do -> the pages for it, the first one firs
     "understand one method": "cl/08_er tutorials/ppo_by_hand cl/09_mir cl/10_ewc cl/13_lwf cl/14_packnet", "write an algorithm": "tutorials/own_algorithm cl/00_base cl/16_compose",
     "bring a policy": "tutorials/own_policy policies/00_base", "bring data": "tutorials/own_data data/12_check data/05_layouts",
     "bring a simulator": "tutorials/own_simulator envs/00_base", "bring an agent": "tutorials/own_agent crl/02_agent",
-    "compare runs": "compare eval/08_compare", "say whether a difference is shown": "audit eval/01_stats", "write down before the runs what will decide": "eval/13_plan eval/14_followed", "evaluate a checkpoint again": "eval_cl train/06_checkpoint_eval",
+    "compare runs": "compare eval/08_compare", "compare at equal memory, time or samples": "eval/19_budgets benchmarks/equal_budgets", "race against forgetting": "speedrun/rules speedrun/records", "say whether a difference is shown": "audit eval/01_stats", "write down before the runs what will decide": "eval/13_plan eval/14_followed", "evaluate a checkpoint again": "eval_cl train/06_checkpoint_eval",
     "let a policy practise": "run_rl rl/10_method rl/17_best_of_n rl/13_token_method", "train agents by reward": "run_crl crl/01_experiment crl/16_presets",
     "use LIBERO": "guides/libero envs/libero/08_env benchmarks/libero_five", "use Meta-World": "envs/metaworld/00_tasks envs/metaworld/01_env",
     "use Gymnasium, MiniGrid or games": "envs/gym/01_env envs/gym/05_games", "use LeRobot's data, policies or commands": "data/07_lerobot policies/lerobot/00_adapter run/18_lerobot",

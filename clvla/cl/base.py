@@ -42,6 +42,7 @@ class CLAlgorithm:
     def eval_policy(self, policy, task_id): return nullcontext() # inside it, `policy` acts as it should on a task
     def eval_key(self, task_id): return None  # tasks with equal keys are evaluated in one call of the policy
     def metrics(self)->dict: return {}        # floats for the log
+    def frames_kept(self)->dict: return getattr(getattr(self, "buf", None), "referred", {}) # task -> frames that it reads again from the data
     def state_dict(self)->dict: return {}     # everything that the algorithm remembers
     def load_state_dict(self, state): pass
 
@@ -160,6 +161,7 @@ def params(self:CLContext)->dict:
 @patch
 def forward(self:CLContext, batch, **kw)->tuple:
     "Loss and outputs of the policy, in the precision of training; `kw` as in `policy.forward`."
+    if torch.is_grad_enabled(): self.n_aside += batch_size(batch)
     with self._engine.autocast(): return self.policy(batch, **kw)
 
 @patch
@@ -216,6 +218,7 @@ def begin_batch(self:CLContext, n:int):
     self.mixed = []
 
 CLContext._n_dealt = 0 # samples of the batch so far, over all processes
+CLContext.n_aside = 0  # samples of this process that an algorithm asked gradients of by itself, in this stage
 
 # %% ../../nbs/cl/00_base.ipynb #ae3860d0
 @patch

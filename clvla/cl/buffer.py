@@ -88,6 +88,8 @@ class TaskBuffer:
         self.turn,self.rng = 0,np_rng(seed, "replay", "draw")
 
     def __len__(self): return sum(map(len, self.frames.values()))
+    @property
+    def referred(self)->dict: return {k: len(v) for k,v in self.frames.items()} if self.store == "refs" else {} # task -> frames that lie in the data
     def check_room(self, ctx):
         "ValueError when the tasks of a stream do not find room."
         if ctx.stream is None: return

@@ -6,6 +6,7 @@
 __all__ = ['name_of', 'check_parts', 'Compose']
 
 # %% ../../nbs/cl/16_compose.ipynb #2e86ec6a
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from fastcore.basics import patch
 from .base import CLAlgorithm, call_hook
@@ -111,6 +112,11 @@ def metrics(self:Compose)->dict:
     "Metrics of each, with its place and name in front, as in 0/er/buffer."
     return {f"{i}/{type(a).__name__.lower()}/{k}": v
             for i,a in enumerate(self.algos) for k,v in a.metrics().items()}
+
+@patch
+def frames_kept(self:Compose)->dict:
+    "What all of them keep of each task, a memory of its own each."
+    return dict(sum((Counter(a.frames_kept()) for a in self.algos), Counter()))
 
 @patch
 def state_dict(self:Compose)->dict:

@@ -94,6 +94,7 @@ class Latent(ER):
         self.stored = {k: take(v, range(len(self.buf.frames[k]))) for k,v in self.stored.items()}
 
     def n_appended(self, B): return 0   # to a training forward, which sees new samples alone
+    def frames_kept(self): return {}    # vectors are kept in the place of frames
 
 # %% ../../nbs/cl/32_latent.ipynb #1c42b56f
 @patch(as_prop=True)

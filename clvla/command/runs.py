@@ -185,7 +185,7 @@ def side_by_side(words:Words):
     given = read_files(words.files) | words.of("compare")
     cfg = make_config(CompareConfig, given)   # loads plugins, whose metrics are then in the table
     runs = cfg.runs.split(",") if isinstance(cfg.runs, str) else cfg.runs
-    c = compare(*runs, by=cfg.by, baseline=cfg.baseline, plan=cfg.plan, n_boot=cfg.n_boot, seed=cfg.seed)
+    c = compare(*runs, by=cfg.by, baseline=cfg.baseline, plan=cfg.plan, equal=cfg.equal, tolerance=cfg.tolerance, n_boot=cfg.n_boot, seed=cfg.seed)
     if cfg.report: c.report(cfg.report)
     return c
 
@@ -194,6 +194,7 @@ def comparison_text(c)->str:
     "Groups, metrics and paired differences."
     paired = c.paired[["group", "seeds", "pairs", "difference", "low", "high", "says"]].round(3)
     text = f"{c.table.to_string()}\n\npaired with {c.baseline}:\n{paired.to_string(index=False)}"
+    if c.equal: text += f"\n\nequal {c.equal}, within {100*c.tolerance:g} % of {c.baseline}:\n{c.budgets.to_string(index=False)}"
     return f"{text}\n\n{c.followed.text}" if c.followed else text
 
 def comparison_facts(c)->dict:
@@ -201,6 +202,7 @@ def comparison_facts(c)->dict:
     rows = lambda t: json.loads(t.to_json(orient="records"))
     runs = {name: [str(r.path) for r in rs] for name,rs in c.groups.items()}
     planned = dict(planned=c.followed.to_json()) if c.followed else {}
+    if c.equal: planned |= dict(equal=c.equal, tolerance=c.tolerance, budgets=rows(c.budgets))
     return dict(baseline=c.baseline, runs=runs, metrics=rows(c.table.reset_index()), paired=rows(c.paired)) | planned
 
 # %% ../../nbs/command/01_runs.ipynb #6c8c90b6

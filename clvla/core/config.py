@@ -7,7 +7,7 @@ __all__ = ['DOOR', 'config_json', 'stored_config', 'config_from', 'long_form', '
            'read_cost', 'arguments_of']
 
 # %% ../../nbs/core/03_config.ipynb #0e7853e3
-import inspect
+import inspect, math
 from dataclasses import MISSING, asdict, fields
 from .files import read_json
 from .names import closest
@@ -111,11 +111,14 @@ def read_entries(
 
 def read_cost(
     path # of a run's cost.json
-)->dict: # seconds (phase -> number), peak_memory_gb
+)->dict: # seconds (phase -> number), peak_memory_gb; of later runs also core_seconds, samples (stage -> number), bytes (what -> number)
     "What a run has cost; ValueError when the file is not what a run writes."
+    parts = dict.fromkeys(("seconds", "core_seconds", "samples", "bytes"), dict)
     try:
-        cost = read_entries(path, dict(seconds=dict, peak_memory_gb=(int, float)), optional=["peak_memory_gb"])
-        entries(cost["seconds"], dict.fromkeys(cost["seconds"], (int, float)), "'seconds'")
+        cost = read_entries(path, parts | dict(peak_memory_gb=(int, float)), optional=[*parts, "peak_memory_gb"][1:])
+        for name in parts.keys() & cost.keys():
+            entries(cost[name], dict.fromkeys(cost[name], (int, float)), repr(name))
+            if not all(map(math.isfinite, cost[name].values())): raise ValueError(f"{name!r} has a number that is not finite")
     except ValueError as e: raise ValueError(f"{path} is not what a run writes ({e}); remove it, and seconds are counted anew") from e
     return dict(peak_memory_gb=0.) | cost
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRIM_THRESHOLD', 'MMAP_THRESHOLD', 'descendants', 'stop', 'kill_all', 'send_signal', 'peak_memory', 'memory_gb',
-           'keep_memory']
+           'core_seconds', 'keep_memory']
 
 # %% ../../nbs/core/09_processes.ipynb #c5c5d4e5
 import ctypes, os, signal, subprocess, time
@@ -68,6 +68,18 @@ def memory_gb()->float:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else ""
     return min(total, int(text) if text.isdigit() else total)/1e9
+
+# %% ../../nbs/core/09_processes.ipynb #75aade02
+def core_seconds()->float:
+    "Seconds that cores computed for this process and all that it has started (Linux; elsewhere without those that still run)."
+    ended = os.times()
+    return time.process_time() + ended.children_user + ended.children_system + sum(map(_core_seconds, descendants(os.getpid())))
+
+def _core_seconds(pid:int)->float:
+    "Seconds of a process and of its own ended children; 0 when it is gone."
+    try: words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError: return 0.
+    return sum(map(int, words[11:15]))/os.sysconf("SC_CLK_TCK")   # utime, stime, cutime and cstime of proc(5)
 
 # %% ../../nbs/core/09_processes.ipynb #b0a4c1e4
 TRIM_THRESHOLD,MMAP_THRESHOLD = -1,-3   # of malloc.h

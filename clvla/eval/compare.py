@@ -41,6 +41,7 @@ class Run:
     records: list    # episodes
     cost: dict       # phase -> seconds
     envs: dict       # task id -> how it was simulated
+    spent: dict = field(default_factory=dict) # the run's cost.json (page eval/budgets)
 
     @property
     def matrix(self)->SuccessMatrix: return from_records(self.records, self.stages, self.task_ids)
@@ -72,9 +73,9 @@ def read_run(path)->Run:
         config = {**config, "evaluation": path.name, "n_trials": settings.get("n_trials", config.get("n_trials"))}
         config |= dict(plan=settings.get("plan") or config.get("plan", ""))
     stream = read_json(streams[0])
-    cost = read_cost(path/"cost.json")["seconds"] if (path/"cost.json").exists() else {}
+    cost,spent = (read_cost(place/"cost.json") if (place/"cost.json").exists() else {} for place in (path, home))
     records = read_jsonl(path/"episodes.jsonl")
-    with reading(streams[0]): return run_from(path, config, stream, records, cost)
+    with reading(streams[0]): return run_from(path, config, stream, records, cost.get("seconds", {}), spent)
 
 def _is_evaluation(path:Path, settings:dict)->bool:
     "Whether a folder is an evaluation inside a run, and no run of its own."
@@ -108,11 +109,12 @@ def run_from(
     path:Path,    # its folder, or only a name
     config:dict, stream:dict, # as config.json and stream.json hold them
     records:list, # episodes
-    cost:dict     # phase -> seconds
+    cost:dict,    # phase -> seconds
+    spent:dict|None=None # what `read_cost` gave of the run
 )->Run:
     "A run from what its folder holds."
     envs = {t["id"]: t.get("eval_env") or t.get("env") for t in stream["tasks"]}
-    return Run(path, ADDED | long_form(config), tuple(stream["stages"]), columns(stream), records, cost, envs)
+    return Run(path, ADDED | long_form(config), tuple(stream["stages"]), columns(stream), records, cost, envs, spent or {})
 
 # %% ../../nbs/eval/08_compare.ipynb #d962185b
 def find_runs(
@@ -346,6 +348,8 @@ class CompareConfig:
     report:str = ""               # HTML file to write as well; empty = none
     plugins:list = field(default_factory=list) # modules and .py files that bring metrics of your own
     plan:str|dict = ""            # file of a plan that was written before the runs (page eval/plan); it names groups and baseline
+    equal:str = ""                # pair only runs that used as much of it: bytes, seconds, core_seconds or samples (page eval/budgets)
+    tolerance:float = .1          # by how much their budgets may differ, as a share of the baseline's
 
     @property
     def keys(self)->tuple: return tuple(self.by.split(",")) if isinstance(self.by, str) else tuple(self.by)

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..core.config import config_json, read_cost
 from ..core.files import clean_temporary, read_json, write_json
 from ..core.lock import hold_lock, read_lock, this_process
-from ..core.processes import peak_memory
+from ..core.processes import core_seconds, peak_memory
 from ..core.records import append_jsonl, mend_jsonl, read_jsonl
 from ..core.trust import claim, code_of
 from ..eval.metrics import record_key
@@ -297,19 +297,39 @@ class Cost:
     "Seconds spent per phase, kept in `cost.json` over restarts."
     def __init__(self,
         path,      # the run's folder
-        rank:int=0 # number of this process among those of the run; only the seconds of 0 are kept
+        rank:int=0,# number of this process among those of the run; only the seconds of 0 are kept
+        world:int=1# processes of the run; of several, no core seconds are kept
     ):
-        self.path,self.rank = Path(path)/"cost.json",rank
-        self.seconds = read_cost(self.path)["seconds"] if self.path.exists() else {}
+        self.path,self.rank,self.world = Path(path)/"cost.json",rank,world
+        kept = read_cost(self.path) if self.path.exists() else {}
+        self.seconds,self.cores = kept.get("seconds", {}),kept.get("core_seconds", {})
+        self.spent = {k: kept[k] for k in ("samples", "bytes") if k in kept}
 
     def add(self,
         phase:str,    # demonstrations, training, evaluation or checkpoints
-        seconds:float # wall time
+        seconds:float,# wall time
+        cores:float|None=None # seconds of computing; None: not measured
     ):
         "Add seconds to a phase and store the sum."
         if self.rank or not self.path.parent.is_dir(): return   # moved away; no second folder is made in its place
+        whole = phase in self.cores or phase not in self.seconds   # else a part of the phase was not measured
+        if cores is not None and self.world == 1 and whole: self.cores[phase] = self.cores.get(phase, 0) + cores
+        else: self.cores.pop(phase, None)
         self.seconds[phase] = self.seconds.get(phase, 0) + seconds
-        write_json(self.path, dict(seconds=self.seconds, peak_memory_gb=peak_memory()))
+        self.write()
+
+    def note(self,
+        samples:dict, # stage -> samples that a gradient was computed for
+        bytes:dict    # what -> bytes, after the newest stage
+    ):
+        "Store what the stages have used; a stage that is learnt again takes the place of its entry."
+        if self.rank or not self.path.parent.is_dir(): return
+        self.spent = dict(samples=self.spent.get("samples", {}) | samples, bytes=bytes)
+        self.write()
+
+    def write(self):
+        "Write the file."
+        write_json(self.path, dict(seconds=self.seconds, core_seconds=self.cores, peak_memory_gb=peak_memory(), **self.spent))
 
     @contextmanager
     def measure(self,
@@ -317,7 +337,10 @@ class Cost:
         without=() # other phases, whose seconds inside the block are theirs alone
     ):
         "Add the seconds of a `with` block to a phase."
-        others = lambda: sum(self.seconds.get(other, 0) for other in without)
-        start,before = time.monotonic(),others()
+        others = lambda seconds: sum(seconds.get(other, 0) for other in without)
+        now = lambda: (time.monotonic()-others(self.seconds), core_seconds()-others(self.cores))
+        start,computed = now()
         try: yield
-        finally: self.add(phase, time.monotonic()-start-(others()-before))
+        finally:
+            end,after = now()
+            self.add(phase, end-start, after-computed)

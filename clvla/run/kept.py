@@ -41,7 +41,7 @@ def pack(
     folder = RunFolder(path)
     if not folder.done: raise ValueError(f"{path} is {folder.status}; only a finished run is kept, so finish it first")
     return dict(config=identity(folder.cfg), stream=read_json(folder.path/"stream.json"), episodes=packed(read_run(path).records),
-                cost=read_cost(folder.path/"cost.json")["seconds"], versions=read_json(folder.path/"versions.json"),
+                cost=(cost := read_cost(folder.path/"cost.json"))["seconds"], spent=cost, versions=read_json(folder.path/"versions.json"),
                 fingerprint=fingerprint(folder.path))
 
 # %% ../../nbs/run/17_kept.ipynb #17000007
@@ -57,7 +57,7 @@ def unpack(
 )->Run:
     "The run as `compare` and the figures read it; its path is only a name."
     records = [{k: cell[k] for k in PLACE} | own for cell in line["episodes"] for own in episodes_of(cell)]
-    return run_from(Path(name), line["config"], line["stream"], records, line["cost"])
+    return run_from(Path(name), line["config"], line["stream"], records, line["cost"], line.get("spent", dict(seconds=line["cost"])))
 
 # %% ../../nbs/run/17_kept.ipynb #17000009
 def read_kept(

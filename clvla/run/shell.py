@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from ..core.batch import global_rng_state, same_global_rng, seed_global_rng
 from ..core.files import read_json, write_json
+from ..core.processes import core_seconds
 from ..core.state import save_state
 from .agree import agree, all_write, text_of_rank_0
 from .all import learners
@@ -66,6 +67,7 @@ def learn_stages(shell):
         shell.saved_time = time.monotonic()   # `save_minutes` does not count the evaluation before the stage
         others = "evaluation","looks","checkpoints","practice"
         with shell.cost.measure("training", without=others): learner.fit(stage)
+        if hasattr(learner, "spent"): shell.cost.note(**learner.spent(stage))
         shell.save()
         shell.check_stop()
         learner.evaluate(stage.t)
@@ -122,7 +124,7 @@ class Shell:
         self.run.begin_again()   # removes stopped.json and failed.json of an earlier process
         self.run.clean()         # removes temporary files and torn lines of a killed process
         self.acc.wait_for_everyone()
-        self.cost = Cost(self.run.path, self.rank)
+        self.cost = Cost(self.run.path, self.rank, self.world)
         self.saved_time = time.monotonic()   # of the last checkpoint
 
     @property
@@ -147,14 +149,14 @@ class Shell:
 @patch
 def save(self:Shell):
     "Write the checkpoint of this moment; all ranks call it together. OSError in all when one cannot write."
-    self.saved_time = start = time.monotonic()
+    self.saved_time,computed = (start := time.monotonic()),core_seconds()
     states = self.learner.state_dict()
     with all_write(self.acc): save_state(self.run.path/f"generators-{self.rank}.safetensors", global_rng_state())
     with self.learner.gather_weights(), all_write(self.acc):
         if self.rank == 0:
             self.checkpoint = write_checkpoint(self.run, self.learner, self.cfg, states, self.world)
             prune(self.run.path/"checkpoints", self.cfg.keep, self.cfg.keep_tasks)
-            self.cost.add("checkpoints", time.monotonic()-start)
+            self.cost.add("checkpoints", time.monotonic()-start, core_seconds()-computed)
     self.saved_position = self.position
 
 # %% ../../nbs/run/08_shell.ipynb #b0800012

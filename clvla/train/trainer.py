@@ -104,6 +104,7 @@ class Trainer:
         self.loop = self.ema = self.stopping = None # of the stage that is under way
         self.ended = {}                   # where the last stage ended, with `patience`
         self.loss = self.penalty = self.lr = None # of the last update; means over all processes
+        self.n_samples,self.counted = None,True # samples of the last stage that gradients were computed for; all known?
         self._engine = None
         # called at the points of a learning curve; at a look; between updates; with the record of a bad update
         self.curve = self.play_look = self.save_if_due = self.on_bad = None
@@ -213,8 +214,9 @@ def fit(self:Trainer,
     self.ended = self.restore_best(n_steps)
     call_hook(algo, "on_task_end", ctx)
     ctx.loader.close()
-    self.log(stage=t, task=name, drawn=self.drawn(), **self.ended)
-    self.t,self.loop,self.ema,self.stopping = t+1,None,None,None
+    self.log(stage=t, task=name, drawn=(drawn := self.drawn()), **self.ended)
+    self.n_samples = sum(drawn.values()) + self.aside if self.counted else None
+    self.t,self.loop,self.ema,self.stopping,self.counted = t+1,None,None,None,True
 
 # %% ../../nbs/train/01_trainer.ipynb #d0900002
 @patch
@@ -313,11 +315,16 @@ def drawn(self:Trainer)->dict:
     if self.world > 1: n = self.acc.reduce(n, "sum")
     return {i: k for i,k in zip(ids, n.tolist()) if k}
 
+@patch(as_prop=True)
+def aside(self:Trainer)->int:
+    "Samples that the algorithm asked gradients of beside the training batches of this stage, over all processes."
+    return int(self.ctx.reduce(torch.tensor(self.ctx.n_aside, device=self.acc.device)))
+
 @patch
 def state_dict(self:Trainer)->dict:
     "State between two updates or two stages, without the policy's weights; all processes call it together."
     ctx = self.ctx
-    stage = None if ctx is None else dict(step=ctx.step, loader=ctx.loader.state_dict(), drawn=self.drawn(),
+    stage = None if ctx is None else dict(step=ctx.step, loader=ctx.loader.state_dict(), drawn=self.drawn(), aside=self.aside,
                                           ema=self.ema.state_dict() if self.ema else None)
     if self.stopping: stage["stopping"] = self.stopping.state_dict()
     return dict(t=self.t, at=stage, skipped=self.skipped, overflows=self.overflows, noise=rng_state(self.noise),
@@ -339,6 +346,9 @@ def load_state_dict(self:Trainer, state:dict):
     self.begin(*self.stages[self.t][:3])
     self.ctx.step = stage["step"]
     self.ctx.loader.load_state_dict(stage["loader"])
-    if self.rank == 0: self.loop.drawn.update(stage["drawn"])  # the sum over all processes is what counts
+    if self.rank == 0:   # the sum over all processes is what counts
+        self.loop.drawn.update(stage["drawn"])
+        self.ctx.n_aside = stage.get("aside", 0)
+    self.counted = "aside" in stage   # an older version's checkpoint, inside a stage, does not say
     if self.ema: self.ema.load_state_dict(stage["ema"])
     if self.stopping: self.stopping.load_state_dict(stage["stopping"])
