@@ -7,7 +7,7 @@ __all__ = ['plans_of', 'interventions_of', 'Labels', 'DAgger', 'HGDAgger', 'chec
 
 # %% ../../nbs/rl/32_corrections.ipynb #089a3f04
 import numpy as np
-from ..cl.base import check_count, check_flag, check_number
+from ..cl.base import check_count, check_number
 from ..data.frames import chunk_index
 from ..envs.all import kind_of
 from ..envs.base import Env
