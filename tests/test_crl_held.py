@@ -39,7 +39,7 @@ def test_which_methods_hold_which_agent(agent):
 
 
 CASES = [("impala", "er"), ("impala", "gem"), ("impala", "derpp"), ("impala", "task_lora"), ("impala", "er+l2"), ("ppo", "packnet"), ("ppo", "lwf"),
-         ("ppo", "progressive"), ("clear", "der")]
+         ("ppo", "progressive"), ("clear", "der"), ("ppo", "gpm"), ("impala", "gpm")]
 
 
 @pytest.mark.parametrize("algo, cl", CASES, ids=lambda x: x)
