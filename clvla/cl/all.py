@@ -37,6 +37,7 @@ algos = Registry("algorithm",
     gpm="clvla.cl.gpm:GPM",
     packnet="clvla.cl.packnet:PackNet",
     task_lora="clvla.cl.task_lora:TaskLoRA",
+    olora="clvla.cl.olora:OLoRA",
     progressive="clvla.cl.progressive:Progressive",
     dwe="clvla.cl.dwe:DWE",
     router="clvla.cl.router:Router")
