@@ -16,12 +16,14 @@ from clvla.cl.er import ER
 from clvla.cl.from_scratch import FromScratch
 from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
+from clvla.cl.gpm import GPM, directions, second_moments
 from clvla.cl.gss import GSS
 from clvla.cl.l2 import L2
 from clvla.cl.latent import Latent
 from clvla.cl.lfl import LFL
 from clvla.cl.lwf import LwF, weights_of
 from clvla.cl.mas import MAS
+from clvla.cl.olora import Adapters, OLoRA
 from clvla.cl.packnet import PackNet, largest, matrices
 from clvla.cl.progressive import Progressive
 from clvla.cl.quick import QuickLoader, quick_engine, quick_loop, quick_losses, quick_prepare, quick_run, quick_stream
@@ -39,7 +41,7 @@ STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
               gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5), gss=dict(buffer_size=50))
-FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={}, latent=dict(buffer_size=50), progressive=dict(rank=4))
+FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={}, latent=dict(buffer_size=50), progressive=dict(rank=4), gpm=dict(n_batches=2), olora=dict(rank=4))
 
 
 def start(algo, loop, t, steps):
@@ -72,7 +74,7 @@ class Agreeing(AGEM):
     def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
 
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.), lambda: Retain(1.), lambda: Latent(replay_ratio=0.),
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.), lambda: Retain(1.), lambda: Latent(replay_ratio=0.), lambda: GPM(0., rest="train"),
                                   lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
 def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
     assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
@@ -83,7 +85,7 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
 @pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, LFL, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
-                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50), Retain, lambda: Latent(50), lambda: Progressive(4)])
+                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50), Retain, lambda: Latent(50), lambda: Progressive(4), GPM, lambda: OLoRA(4)])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
 
@@ -360,6 +362,87 @@ def test_only_the_trunk_needs_no_set_and_each_task_begins_at_the_trunk():
     assert sum(isinstance(m, Adapted) for m in loop.ctx.policy.modules()) == 3
 
 
+# --- directions
+@pytest.mark.parametrize("head", ["mse", "flow"])
+@pytest.mark.parametrize("rest", ["freeze", "train"])
+def test_what_every_direction_is_kept_of_never_moves_again(head, rest):
+    gpm,loop = GPM(1., rest=rest, n_batches=1),quick_loop(STREAM, head)
+    run(gpm, loop, 0)
+    before = weights(loop.ctx.policy)
+    run(gpm, loop, 1, ema=.9)
+    after = weights(loop.ctx.policy)
+    assert all(torch.equal(after[n], before[n]) == (n.endswith("weight") or rest == "freeze") for n in before)
+
+@pytest.mark.parametrize("project,leak", [("update", 1e-5), ("gradient", None)])
+def test_kept_directions_are_left_alone_in_every_layer(project, leak):
+    gpm,loop = GPM(.9, project=project, n_batches=2),quick_loop(STREAM)
+    run(gpm, loop, 0)
+    before,bases = weights(loop.ctx.policy),dict(gpm.bases)
+    run(gpm, loop, 1, ema=.9)
+    moved = {n: float(((x-before[n])@bases[n]).abs().max()) for n,x in weights(loop.ctx.policy).items() if n in bases}
+    assert max(moved.values()) < leak if leak else min(moved.values()) > 1e-3
+
+def test_directions_are_those_of_the_inputs_singular_vectors():
+    R = torch.randn(6, 40, dtype=torch.float64, generator=torch_rng(0, "inputs"))*torch.tensor([9., 4., 2., 1., .5, .1])[:, None]
+    U,S,_ = torch.linalg.svd(R, full_matrices=False)
+    none = torch.zeros(6, 0, dtype=torch.float64)
+    for share in (.3, .9, .99, .9999):
+        k = int((S.square().cumsum(0)/S.square().sum() < share).sum())+1   # the paper's criterion
+        M = directions(R@R.T, none, share)
+        assert M.shape == (6, k) and torch.allclose(M@M.T, U[:, :k]@U[:, :k].T, atol=1e-9)
+    other = torch.randn(6, 3, dtype=torch.float64, generator=torch_rng(1, "inputs"))
+    for C in (R@R.T, other@other.T): none = directions(C, none, .95)
+    assert torch.allclose(none.T@none, torch.eye(none.shape[1], dtype=torch.float64)) and (none.T@other).square().sum() >= .95*other.square().sum()
+
+def test_inputs_of_a_robot_policys_layers_and_of_one_that_is_never_called():
+    policy = tiny("flow")
+    policy.unused = torch.nn.Linear(3, 3)
+    ctx = CLContext(policy=policy, data=Frames(robot_batch("flow")), task_id="a", t=1)
+    sums = second_moments(ctx, [ctx.data.batch], torch_rng(0, "noise"))
+    assert {n for n in ctx.params() if n.endswith("conv.0.weight") or n == "head.net.3.weight"} <= set(sums) and "unused.weight" not in sums and "words.weight" not in sums
+    assert all(len(C) == ctx.params()[n][0].numel() for n,C in sums.items()) and not any(m._forward_pre_hooks for m in policy.modules())
+
+@pytest.mark.parametrize("damage", [lambda b: {**b, "other": torch.eye(3)}, lambda b: {n: M[:-1] for n,M in b.items()}])
+def test_directions_of_other_layers_are_refused(damage):
+    gpm,loop = GPM(n_batches=1),quick_loop(STREAM)
+    run(gpm, loop, 0)
+    state,other = gpm.state_dict(),GPM(n_batches=1)
+    other.load_state_dict(state | dict(bases=damage(state["bases"])))
+    with pytest.raises(ValueError, match="GPM holds directions"): run(other, loop, 1)
+
+
+@pytest.mark.parametrize("head_rank", [None, 0, 2])
+def test_adapters_add_up_and_earlier_ones_never_move(head_rank):
+    policy,algo = tiny("flow"),OLoRA(4, head_rank, trunk="pretrained")
+    for t in range(3):
+        algo.prepare(policy, t, STREAM)
+        for m in policy.modules():
+            if isinstance(m, Adapters): torch.nn.init.normal_(m.B[str(t)].weight)
+        trained = {n for n,p in policy.named_parameters() if p.requires_grad}
+        assert all(f".{t}.weight" in n or head_rank == 0 and n.startswith("head.") and ".A." not in n for n in trained) and trained
+        assert any(n.startswith("head.") for n in trained)
+    layers = {n: m for n,m in policy.named_modules() if isinstance(m, Adapters)}
+    ranks = {n.startswith("head."): len(m.A["0"].weight) for n,m in layers.items()}
+    assert ranks == {False: 4} | ({True: 4 if head_rank is None else head_rank} if head_rank != 0 else {})
+    m = next(iter(layers.values()))
+    x = torch.randn(5, m.base.in_features, generator=torch_rng(0, "x"))
+    whole = m.base.weight + sum(m.B[k].weight@m.A[k].weight for k in m.A)*4
+    assert torch.allclose(m(x), x@whole.T + m.base.bias, atol=1e-4)
+    assert algo.metrics()["adapter_bytes"] == sum(p.nbytes for n,p in policy.named_parameters() if ".A." in n or ".B." in n)
+
+def test_the_penalty_is_the_overlap_with_frozen_adapters_alone():
+    algo,loop = OLoRA(4, lam=2., trunk="pretrained"),quick_loop(STREAM)
+    for t in range(2): algo.prepare(loop.ctx.policy, t, STREAM)
+    penalty = algo.compute_penalty(loop.ctx)
+    A = [(m.A["0"].weight, m.A["1"].weight) for m in loop.ctx.policy.modules() if isinstance(m, Adapters)]
+    assert torch.allclose(penalty, 2*sum((a@b.T).square().sum() for a,b in A)) and penalty > 0
+    penalty.backward()
+    assert all(a.grad is None and b.grad is not None for a,b in A)
+    before = [a.clone() for a,_ in A]
+    run(algo, loop, 2)
+    assert all(torch.equal(a, b) for (a,_),b in zip(A, before))
+
+
 # --- state
 @pytest.mark.parametrize("head", ["mse", "flow"])
 @pytest.mark.parametrize("name", FAMILY)
@@ -399,7 +482,7 @@ def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
     w,losses,metrics = finish(algo, loop, 3)
     assert same(w, expected[0]) and (losses == expected[1]).all() and torch.equal(metrics, expected[2])
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "dwe", "router", "progressive"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "dwe", "router", "progressive", "olora"])
 def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_path):
     algo,loop = make_algo(name, **FAMILY[name]),quick_loop(STREAM)
     for t in range(2): run(algo, loop, t)
@@ -422,7 +505,9 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("rwalk", dict(alpha=0), "alpha"), ("rwalk", dict(interval=0), "interval"), ("rwalk", dict(xi=0), "xi"), ("rwalk", dict(lam=-1), "lam"),
     ("progressive", dict(rank=0), "rank"), ("progressive", dict(trunk="none"), "trunk"), ("dwe", dict(units=0), "units"), ("dwe", dict(trunk="none"), "trunk"),
     ("router", dict(reads="words"), "reads"), ("router", dict(shrink=0), "shrink"), ("router", dict(n_frames=0), "n_frames"),
-    ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=-1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection")])
+    ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=-1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection"),
+    ("gpm", dict(threshold=1.5), "threshold"), ("gpm", dict(growth=-1), "growth"), ("gpm", dict(rest="some"), "rest"), ("gpm", dict(project="weights"), "project"), ("gpm", dict(n_batches=0), "n_batches"), ("olora", dict(rank=0), "rank"), ("olora", dict(head_rank=-1), "head_rank"),
+    ("olora", dict(lam=-1), "lam"), ("olora", dict(trunk="none"), "trunk")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
 
@@ -447,7 +532,7 @@ def test_the_average_begins_anew_when_packnet_prunes(share):
         free.append(sum(float(average.shadow[n][o == 0].abs().sum()) for n,o in packnet.owner.items()))
     assert average.s == 5 and free[6] > 0 and free[7:] == [0.]*5    # pruned after the eighth of twelve updates
 
-@pytest.mark.parametrize("name", [n for n in FAMILY if n != "from_scratch"])
+@pytest.mark.parametrize("name", [n for n in FAMILY if n not in ("from_scratch", "olora")])   # page cl/olora: it forgets more
 def test_the_family_forgets_less_than_fine_tuning(name):
     plain,algo = (quick_run(a, STREAM, steps=40) for a in (Sequential(), make_algo(name)))
     assert algo[2, 0] < plain[2, 0] and name in algos
@@ -455,7 +540,7 @@ def test_the_family_forgets_less_than_fine_tuning(name):
 @pytest.fixture(scope="module")
 def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router", "latent", "progressive"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router", "latent", "progressive", "gpm", "olora"])
 def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
     "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
     from clvla.run.folder import RunFolder

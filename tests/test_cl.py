@@ -563,7 +563,7 @@ def test_springs_of_other_parameters_are_refused():
 @pytest.fixture(scope="module")
 def plain(): return quick_run(None, STREAM, steps=60)
 
-@pytest.mark.parametrize("name", [n for n in algos if n not in ("sequential", "from_scratch", "agem", "lwf", "lfl", "l2")])  # the last four: test_algos.py
+@pytest.mark.parametrize("name", [n for n in algos if n not in ("sequential", "from_scratch", "agem", "lwf", "lfl", "l2", "olora")])  # the last five: test_algos.py
 def test_forgets_less_than_fine_tuning(name, plain):
     kw = dict(n_batches=2) if name == "ewc" else {}
     R = quick_run(make_algo(name, 0, **kw), STREAM, steps=60)

@@ -15,7 +15,7 @@ from clvla.run.resume import fingerprint
 
 SHIPPED = tuple(algos)   # before the plugins of other tests
 TWO = dict(base="dot_2", env=dict(discrete=True), name="two")
-SETTINGS = dict(lwf=dict(prompts="current"), task_lora=dict(rank=2), progressive=dict(rank=2), gss=dict(buffer_size=5), derpp=dict(distance="kl"))
+SETTINGS = dict(lwf=dict(prompts="current"), task_lora=dict(rank=2), progressive=dict(rank=2), olora=dict(rank=2), gss=dict(buffer_size=5), derpp=dict(distance="kl"))
 REPLAY, TOO_MUCH = {"er", "gss", "agem", "gem", "derpp", "der"}, {"joint", "cumulative", "from_scratch", "gdumb", "mir", "latent", "lfl", "router"}
 
 
@@ -39,7 +39,7 @@ def test_which_methods_hold_which_agent(agent):
 
 
 CASES = [("impala", "er"), ("impala", "gem"), ("impala", "derpp"), ("impala", "task_lora"), ("impala", "er+l2"), ("ppo", "packnet"), ("ppo", "lwf"),
-         ("ppo", "progressive"), ("clear", "der")]
+         ("ppo", "progressive"), ("clear", "der"), ("ppo", "gpm"), ("impala", "gpm"), ("impala", "olora")]
 
 
 @pytest.mark.parametrize("algo, cl", CASES, ids=lambda x: x)

@@ -45,7 +45,7 @@ def held(data, path, algo, cl, **kw): return practise(config(data, path, algo, c
 
 
 @pytest.mark.parametrize("algo, cl", [("best_of_n", "mir"), ("best_of_n", "gem"), ("best_of_n", "derpp"), ("token_td3", "er+ewc"), ("token_td3", "mir"), ("token_td3", "lwf"),
-                                      ("dsrl", "der"), ("dsrl", "mas"), ("distilled", "er+ewc"), ("token_ppo", "ewc"), ("choice_ppo", "mas"), ("token_grpo", "l2"), ("choice_grpo", "retain"), ("flow_ppo", "ewc")])
+                                      ("dsrl", "der"), ("dsrl", "mas"), ("distilled", "er+ewc"), ("token_ppo", "ewc"), ("choice_ppo", "mas"), ("token_grpo", "l2"), ("choice_grpo", "retain"), ("flow_ppo", "ewc"), ("choice_ppo", "gpm")])
 def test_a_crash_in_the_second_task_changes_nothing(data, tmp_path, algo, cl):
     run = held(data, tmp_path/"whole", algo, cl)
     n = 15 if algo in OFF else 3   # of 24 updates, or of 4
@@ -116,7 +116,7 @@ def test_the_matrix_of_a_critic_under_replay(data, tmp_path):
 
 def test_how_many_algorithms_fit():
     fit = {name: {a for a in MENU if not why_not(make_algo(a, **KW.get(a, {})), methods[name].lacks)} for name in methods}
-    assert all(len(fit[name]) == 16 for name in OFF) and all(len(fit[name]) == 8 for name in ON)
+    assert all(len(fit[name]) == 17 for name in OFF) and all(len(fit[name]) == 9 for name in ON)
     assert {"er", "mir", "ewc", "derpp", "cumulative"} <= fit["best_of_n"] and {"ewc", "l2", "si", "mas", "lwf"} <= fit["choice_ppo"]
 
 

@@ -41,7 +41,8 @@ TINY = STREAM | dict(episodes=4, round_episodes=2, evaluate="none", algo_kw=dict
 # what is admitted, each with settings that suit runs of few samples
 MENU = tuple(algos)   # as it was before other files' tests added to it
 ADMITTED = dict(none={}, sequential={}, cumulative={}, er={}, mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=5), ewc=dict(n_batches=2), l2={}, si={}, rwalk={}, mas=dict(n_batches=2), agem={},
-                gem={}, derpp={}, der={}, lwf={}, lfl=dict(freeze_head=False), retain={})
+                gem={}, derpp={}, der={}, lwf={}, lfl=dict(freeze_head=False), retain={},
+                gpm=dict(n_batches=2))
 
 
 @pytest.fixture(scope="module")
