@@ -66,7 +66,7 @@ def test_every_command_is_in_the_help_and_has_its_own():
 
 
 def test_commands_of_single_rooms_are_commands_of_clvla(capsys):
-    assert set(installed()) == {"data", "libero", "weights"}
+    assert set(installed()) == {"data", "libero", "speedrun", "weights"}
     assert main(["data", "nowhere"]) == 1 and capsys.readouterr().err.startswith("clvla-data: refused: ")
     assert main(["wieghts"]) == 2 and "did you mean 'weights'?" in capsys.readouterr().err
     assert main(["--help"]) == 0 and "\n  weights " in capsys.readouterr().out
