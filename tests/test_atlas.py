@@ -156,3 +156,15 @@ def test_the_protocol_that_pretrains_has_tasks_of_no_stream():
     assert len({*names}) == 25 and {*names} <= {*MT50} and not {*names} & {*NARROW10, *CW10, *MT10, *BUTTONS, *HALFWAY.values()}
     assert not [n for n in names if n.startswith(("button", "faucet", "drawer"))]
     assert resolve(TrainConfig.of(**said)).cl == "joint"
+
+
+def test_a_run_begins_with_the_checkpoints_numbers(tmp_path):
+    "Statistics of another stream go along with the weights, or do not, as `stats` says; the data are the new stream's either way."
+    from clvla.core.files import read_json
+    from clvla.train.learner import train_cl
+    small = dict(n_demos=1, steps_per_task=1, warmup=1, evaluate="none", n_workers=1, batch_size=8, image_size=32, data_dir=str(tmp_path/"data"))
+    def run(name, **kw): return train_cl(resolve(TrainConfig(**small, run_dir=str(tmp_path/name), **kw)), say=len).path
+    begin = next((run("before", suite="dot_2", cl="joint")/"checkpoints").iterdir())
+    other = dict(suite=dict(base="dot_3", tasks=["up"]), cl="sequential", init_from=str(begin))
+    theirs, along, own = (read_json(p/"dataset_statistics.json") for p in (begin, run("along", stats="init", **other), run("own", **other)))
+    assert along == theirs and own != theirs
