@@ -149,6 +149,14 @@ def test_statistics_that_go_along(tmp_path):
     with pytest.raises(ValueError, match="no processor.json|it is empty"): check(resolve(TrainConfig(suite="dot_2", stats="init", run_dir=str(tmp_path/"run"))))
 
 
+def test_practice_takes_the_checkpoints_statistics_in_any_case(tmp_path):
+    from clvla.rl.config import PracticeConfig, base_config
+    given = lambda **kw: base_config(resolve(PracticeConfig(suite="dot_2", run_dir=str(tmp_path/"run"), data_dir=str(tmp_path), **kw)))
+    assert given(init_from=str(tmp_path), stats="init") == given(init_from=str(tmp_path))
+    assert given(stats="first").stats == "first"
+    with pytest.raises(ValueError, match="it is empty"): check(given(stats="init"))
+
+
 def test_the_protocol_that_pretrains_has_tasks_of_no_stream():
     from clvla.envs.metaworld.tasks import BUTTONS, CW10, HALFWAY, MT10, MT50, NARROW10
     said = yaml.safe_load((ROOT/"nbs/protocols/pretrain_mw.yaml").read_text())
