@@ -52,7 +52,7 @@ class Verdict:
     @property
     def text(self)->str:
         "In a sentence, for a page's first paragraph."
-        words = {"holds": "The claim holds here", "does not": "The claim does not hold here"}.get(self.says, "Nothing was found: too small to tell")
+        words = {"holds": "The claim holds here", "does not": "The claim does not hold here"}.get(self.says, "Nothing was found (too small to tell)")
         return (f"{words}: {self.difference:+.1f} points, {self.level:g} % interval [{self.low:.1f}, {self.high:.1f}] over {self.n} seeds, "
                 f"where {self.smallest:g} points are of interest and {self.could:.1f} could have been shown.")
 
