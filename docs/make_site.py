@@ -95,7 +95,7 @@ def rooms(notebooks):
         room = place.rsplit("/", 1)[0] if "/" in place else "."
         found.setdefault(room, []).append((f"nbs/{place.removesuffix('.ipynb')}", title(page)[0]))
     ordered = [room for room in page_map.ROOMS if room in found]
-    short = lambda room: page_map.ROOMS[room] if room in (".", "tutorials", "guides", "benchmarks") else room
+    short = lambda room: page_map.ROOMS[room] if room in (".", "tutorials", "guides", "benchmarks", "atlas") else room
     return [dict(name=short(room), heading=page_map.ROOMS[room], pages=found[room]) for room in ordered]
 
 

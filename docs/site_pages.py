@@ -104,7 +104,7 @@ def facts(place, page):
     if code and (needs or not kind): parts.append(f"Extras: {needs or 'none'}.")
     if code: parts.append("Needs a GPU." if place == "benchmarks/gpu.ipynb" else "No GPU needed.")
     if time := TIMES.get(place.removesuffix(".ipynb")): parts.append(f"Takes {time}.")
-    elif kind == "benchmark" and place.startswith("benchmarks/"):
+    elif kind == "benchmark" and place.startswith(("benchmarks/", "atlas/")):
         parts.append("A measurement of minutes to hours: what it gave is kept below.")
     elif place in seconds(): parts.append(f"Runs in {seconds()[place]:.0f} seconds on one core.")
     if place in reading(): parts.append(f"Read in about {reading()[place]} minutes.")

@@ -120,7 +120,7 @@ def directions(self:TaskFrames,
     return x/np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-30)
 
 # %% ../../nbs/cl/27_selection.ipynb #f2a02725
-BLIND = ("random", "episodes")   # these ask the policy for nothing
+BLIND = ("random", "episodes", "first")   # these ask the policy for nothing
 
 def by_episodes(frames:TaskFrames, n:int, rng)->np.ndarray:
     "All frames of a random episode in random order, then those of the next one."
@@ -131,6 +131,7 @@ def by_episodes(frames:TaskFrames, n:int, rng)->np.ndarray:
 selections = Registry("selection",
     random=lambda frames, n, rng: rng.permutation(len(frames))[:n],
     episodes=by_episodes,
+    first=lambda frames, n, rng: np.arange(n),
     herding=lambda frames, n, rng: herding(frames.features(), n),
     center=lambda frames, n, rng: center(frames.features(), n),
     k_center=lambda frames, n, rng: k_center(frames.features(), n),

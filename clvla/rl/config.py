@@ -158,6 +158,7 @@ def base_config(
     fixed = dict(learner="imitation", algo="imitation", algo_kw={}, cl="joint", cl_kw={}, init_from="", evaluate="none", smoke=False, videos=False, num_processes=1,
                  machines="", strategy="ddp", max_wait=0., plan="",
                  rows_per_task=TrainConfig.rows_per_task, n_trials=TrainConfig.n_trials, detached=False)
+    if cfg.init_from and cfg.stats == "init": fixed["stats"] = "global"   # no base is trained; the checkpoint's statistics count in any case
     base = TrainConfig(**own | fixed)
     text = json.dumps(identity(base), sort_keys=True)
     name = f"{stream_name(cfg.suite)}-n{cfg.n_demos}-u{cfg.steps_per_task}-s{cfg.seed}"

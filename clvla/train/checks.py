@@ -78,14 +78,15 @@ def check_reach(
     processor,   # with the statistics of the first task
     first:str,   # its id
     stores:dict, # task id -> frame store
-    accept:str="" # words of `ACCEPT`, with commas
+    accept:str="", # words of `ACCEPT`, with commas
+    whose:str=""  # whose statistics they are, for the message; "": the first task's
 )->list:         # of lines
     "ValueError for a later task that moves an axis which the first one's statistics hold still, or make tiny."
-    lines = []
+    lines,whose = [],whose or f"task {first!r}, whose statistics are kept (stats='first')"
     for task_id,store in stores.items():
         for key,axis,a,b in unreached(processor, store):
-            found = (f"axis {axis} of {key!r} lies in {a[0]:.6g}..{a[1]:.6g} in task {first!r}, whose statistics are "
-                     f"kept (stats='first'), and in {b[0]:.6g}..{b[1]:.6g} in task {task_id!r}")
+            found = (f"axis {axis} of {key!r} lies in {a[0]:.6g}..{a[1]:.6g} in {whose}, "
+                     f"and in {b[0]:.6g}..{b[1]:.6g} in task {task_id!r}")
             remedy = "take the statistics of all tasks (stats='global'), another first task,"
             lines.append(refuse_or_say("range", accept, found, remedy))
     return lines

@@ -34,7 +34,7 @@ class DataSettings:
     held_out:float = 0.          # share of them that is not trained on, and on which the error of the actions is measured
     prefetch:int = 0             # batches that are prepared ahead of the step
     image_size:int = 0           # h = w, pixels
-    stats:str = "global"         # statistics from all tasks (global) or frozen after the first (first)
+    stats:str = "global"         # statistics of all tasks (global), frozen after the first (first), or those of `init_from` (init)
     state_norm:str = "mean_std"  # identity, mean_std, min_max or quantiles
     action_norm:str = ""         # the same
     blind:bool = False           # control: every picture becomes its camera's mean colour
@@ -45,7 +45,7 @@ class DataSettings:
     POSITIVE = ("cycles",)
     MOST = dict(cycles=100_000, n_demos=TRIALS["demos"][1]-TRIALS["demos"][0], prefetch=1000)
     NOT_NEGATIVE = ("n_demos", "prefetch", "image_size")
-    CHOICES = dict(partition=("auto", "by_task_index", "by_dataset"), stats=("global", "first"),
+    CHOICES = dict(partition=("auto", "by_task_index", "by_dataset"), stats=("global", "first", "init"),
                    state_norm=(NORMS := ("identity", "mean_std", "min_max", "quantiles")), action_norm=("", *NORMS))
 
 # %% ../../nbs/train/00_config.ipynb #c0a00002

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['START', 'PATIENCE', 'CHANCES', 'check_strategy', 'check_init', 'check', 'draws', 'Makers', 'make_all_demos',
-           'prepare', 'make_processor']
+           'prepare', 'make_processor', 'init_processor']
 
 # %% ../../nbs/train/03_prepare.ipynb #ae37ef84
 import math, time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from fastcore.basics import patch
 from ..cl.all import make_algo
-from ..core.names import require
+from ..core.files import read_json
+from ..core.names import ACTION, STATE, require
 from ..core.config import config_json
 from ..data.controls import make_controls
 from ..data.frames import FrameStore
@@ -94,6 +95,9 @@ def check(
     check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")
     if cfg.init_from: check_init(cfg)
+    if cfg.stats == "init" and not (Path(cfg.init_from)/"processor.json").is_file():
+        raise ValueError(f"stats='init' takes the statistics of init_from, and {cfg.init_from or 'it is empty'}{' has no processor.json' if cfg.init_from else ''}; "
+                         "name the folder of a run's checkpoint, or take stats='global'")
     stream = stream_for(cfg)
     if not stream.stages:
         raise ValueError(f"stream {stream.name!r} has probes only, so there is nothing to train; leave one task trained")
@@ -222,11 +226,29 @@ def make_processor(
     cfg:TrainConfig, # stats, state_norm, action_norm, blind, deaf, accept
     say=print      # told what is accepted of later tasks
 )->Processor:      # frozen from here on
-    "Statistics and controls of all tasks, or of the first one only, and the processor made from them."
-    first = stream.stages[0].task.id
-    of = list(stores.values()) if cfg.stats == "global" else [stores[first]]
+    "Statistics and controls of all tasks, of the first one only, or of the checkpoint, and the processor made from them."
+    first,whose = stream.stages[0].task.id,""
+    of = [stores[first]] if cfg.stats == "first" else list(stores.values())
     controls = make_controls(of, cfg.blind, cfg.deaf)
-    processor = Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm, controls=controls)
-    if cfg.stats == "first":
-        for line in check_reach(processor, first, stores, cfg.accept): say(line)
+    if cfg.stats == "init": processor,whose = init_processor(cfg, stores, controls),f"{cfg.init_from}, whose statistics go along (stats='init')"
+    else: processor = Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm, controls=controls)
+    if cfg.stats != "global":
+        for line in check_reach(processor, first, stores, cfg.accept, whose): say(line)
     return processor
+
+def init_processor(
+    cfg:TrainConfig, # init_from, state_norm, action_norm
+    stores:dict,   # task id -> FrameStore
+    controls       # of this run
+)->Processor:
+    "The checkpoint's processor with this run's controls; ValueError where it does not fit the run or its data."
+    path = Path(cfg.init_from)/"processor.json"
+    theirs = Processor.from_json(read_json(path), path)
+    for k in ("state_norm", "action_norm"):
+        if (a := getattr(theirs, k)) != (b := getattr(cfg, k)):
+            raise ValueError(f"stats='init': {path} has {k} {a!r}, and this run {b!r}; give -p {k} {a}, or stats='global'")
+    for task_id,store in stores.items():
+        for key,x in ((STATE, store.state), (ACTION, store.action)):
+            if (n := x.shape[1]) != (m := len(theirs.stats[key]["mean"])):
+                raise ValueError(f"stats='init': {path} describes {m} numbers in {key!r}, and task {task_id!r} has {n}; take stats='global'")
+    return replace(theirs, controls=controls)
