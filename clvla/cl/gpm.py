@@ -92,29 +92,34 @@ class GPM(CLAlgorithm):
         self.generator = torch_rng(seed, "gpm noise")
         self.bases,self.before = {},{}   # name -> (d,k) kept directions; name -> weights before an update
 
-    def on_task_start(self, ctx): check_bases(self, ctx)
+# %% ../../nbs/cl/37_gpm.ipynb #116d6502
+@patch
+def on_task_start(self:GPM, ctx): check_bases(self, ctx)
 
-    def after_backward(self, ctx):
-        if not self.bases: return
-        check_bases(self, ctx)
-        params = ctx.params()
-        ctx.set_grads([self.allowed(n, g) for n,g in zip(params, ctx.grads())])
-        if self.project == "update": self.before = {n: p.detach().clone() for n,p in params.items() if self.bounds(n)}
+@patch
+def after_backward(self:GPM, ctx):
+    if not self.bases: return
+    check_bases(self, ctx)
+    params = ctx.params()
+    ctx.set_grads([self.allowed(n, g) for n,g in zip(params, ctx.grads())])
+    if self.project == "update": self.before = {n: p.detach().clone() for n,p in params.items() if self.bounds(n)}
 
-    def after_step(self, ctx):
-        if not self.before: return
-        params = ctx.params()
-        with torch.no_grad(), ctx.writing():
-            for n,w in self.before.items(): params[n].copy_(w + self.allowed(n, params[n]-w))
-        self.before = {}
+@patch
+def after_step(self:GPM, ctx):
+    if not self.before: return
+    params = ctx.params()
+    with torch.no_grad(), ctx.writing():
+        for n,w in self.before.items(): params[n].copy_(w + self.allowed(n, params[n]-w))
+    self.before = {}
 
-    def on_task_end(self, ctx):
-        sums = second_moments(ctx, ctx.loader.sample_batches(self.n_batches, self.B, "gpm"), self.generator)
-        share = min(1., self.threshold + self.growth*ctx.t)
-        for n,C in sums.items():
-            M = self.bases.get(n, C.new_zeros(len(C), 0)).to(C)
-            # laid out as after a file (`contiguous` leaves one column as it is): products of another layout round otherwise
-            self.bases[n] = directions(C, M, share).float().clone(memory_format=torch.contiguous_format)
+@patch
+def on_task_end(self:GPM, ctx):
+    sums = second_moments(ctx, ctx.loader.sample_batches(self.n_batches, self.B, "gpm"), self.generator)
+    share = min(1., self.threshold + self.growth*ctx.t)
+    for n,C in sums.items():
+        M = self.bases.get(n, C.new_zeros(len(C), 0)).to(C)
+        # laid out as after a file (`contiguous` leaves one column as it is): products of another layout round otherwise
+        self.bases[n] = directions(C, M, share).float().clone(memory_format=torch.contiguous_format)
 
 # %% ../../nbs/cl/37_gpm.ipynb #af7df313
 @patch

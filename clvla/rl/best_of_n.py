@@ -142,6 +142,13 @@ def prepare(self:BestOfNMethod, ctx):
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700015
 @patch
+def net_sizes(self:BestOfNMethod)->dict:   # X, C, A
+    "Widths of what a critic beside the policy reads where it reads no token, and of its chunks."
+    obs = to_device(self.demo_batches(1)[0], self.ctx.device)
+    with torch.no_grad(): X = critic_state(self.base.eval().encode(obs, tokens=True), obs[STATE], self.reads).shape[1]
+    return dict(X=X, C=self.base.H, A=self.base.A)
+
+@patch
 def make_policy(self:BestOfNMethod)->BestOfN:
     "The frozen policy, a new critic, and a new encoder where the critic reads its token."
     base,ctx,obs = self.base,self.ctx,to_device(self.demo_batches(1)[0], self.ctx.device)

@@ -10,7 +10,7 @@ import math
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import check_choice, check_count, check_flag, check_number
+from ..cl.base import check_choice, check_count, check_flag
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
@@ -21,8 +21,7 @@ from .ppo import PPO
 from ..train.on_policy import clip_loss, ratio_metrics
 from .token_method import TokenMethod
 from .token_policy import FrozenPolicy, sizes_of
-from .token_ppo import TokenPPO, check_groups_fit, groups_of
-from .transitions import transitions
+from .token_ppo import InGroups, TokenPPO, no_value, whole_chunks
 
 # %% ../../nbs/rl/29_choice.ipynb #c2500007
 class ChoiceActor(DrawScore):
@@ -177,13 +176,10 @@ def played(self:ChoicePPO,
 )->dict:         # x, ref, action, logp_old, reward, mask, next_x, done: (n,...)
     "The choices of an attempt in the order of playing."
     e,x,chosen = attempt["episode"],attempt["x"],attempt["chosen"].to(attempt["x"].device)
-    at,n = [*range(0, e.n_steps, self.policy.H), e.n_steps],len(chosen)
-    found = transitions(at, e.success_reward, e.ended, self.policy.H, self.gamma)
+    n = len(chosen)
     draws = attempt["draws"][:n]
     with torch.no_grad(): logp = self.policy.actor.log_prob(x[:n], draws, chosen)
-    done = (torch.as_tensor(found["mask"]) == 0) | (torch.arange(n) == n-1)   # all chunks where gamma is 0
-    return dict(x=x[:n], ref=draws, action=chosen, logp_old=logp, next_x=x[1:], done=done,
-                **{k: torch.as_tensor(found[k]) for k in ("reward", "mask")})
+    return dict(x=x[:n], ref=draws, action=chosen, logp_old=logp, **whole_chunks(e, x, self.policy.H, self.gamma))
 
 @patch
 def dealt(self:ChoicePPO)->dict:   # ref, action, logp_old
@@ -194,7 +190,7 @@ def dealt(self:ChoicePPO)->dict:   # ref, action, logp_old
     with torch.no_grad(): return dict(ref=ref, action=action, logp_old=self.policy.actor.log_prob(x, ref, action))
 
 # %% ../../nbs/rl/29_choice.ipynb #c250001d
-class ChoiceGRPO(ChoicePPO):
+class ChoiceGRPO(InGroups, ChoicePPO):
     "Group-relative policy optimisation of the choice: attempts from one start are compared with one another."
     def __init__(self,
         seed:int=0,
@@ -202,16 +198,8 @@ class ChoiceGRPO(ChoicePPO):
         kl_weight:float=.01,    # of the divergence from equal shares
         **more                  # of `ChoicePPO`
     ):
-        if wrong := [k for k in ("lam", "value_weight") if k in more]:
-            raise ValueError(f"{wrong[0]} belongs to a value network, and choice_grpo compares attempts instead; leave it out")
+        no_value("choice_grpo", more)
         super().__init__(seed, **more)
-        check_count("group_size", group_size, least=2)
-        check_number("kl_weight", kl_weight, 0)
-        self.repeats,self.kl_weight = group_size,kl_weight
-
-    def check(self, cfg):
-        super().check(cfg)
-        check_groups_fit(cfg, self.repeats)
+        self.in_groups(group_size, kl_weight)
 
     def make_learner(self): return ChoiceLoss(self.policy.actor, beta=self.kl_weight, seed=self.seed, **self.kw)
-    def more(self, attempts, parts): return groups_of(attempts, parts)

@@ -10,7 +10,7 @@ import numpy as np
 from ..cl.base import check_count, check_number
 from ..data.frames import chunk_index
 from ..envs.all import kind_of
-from ..envs.base import Env
+from ..envs.expert import offers
 from .cloning import Cloning, PracticeData, Successes
 from .episodes import Episode
 from ..train.config import stream_for
@@ -115,12 +115,12 @@ def check_experts(
     cfg,           # settings of a run
     snapshots:bool # whether the expert's plans are needed
 ):
-    "ValueError for a class of environments without a scripted expert, or without snapshots where they are needed."
+    "ValueError for environments without a scripted expert, or without snapshots where they are needed."
     for task in stream_for(cfg).tasks:
-        env = kind_of(task).env
-        if not isinstance(env, type): continue   # a function makes them; the worker says what they lack (page envs/expert)
-        if not hasattr(env, "expert"): raise ValueError(
-            f"{cfg.algo} asks a scripted expert, and {task.id} of kind {env.kind!r} has none; take another method")
-        if snapshots and env._save is Env._save: raise ValueError(
+        has,kind = offers(kind_of(task)),task.env["kind"]
+        if has is None: continue   # the worker says what they lack
+        if "expert" not in has: raise ValueError(
+            f"{cfg.algo} asks a scripted expert, and {task.id} of kind {kind!r} has none; take another method")
+        if snapshots and "snapshots" not in has: raise ValueError(
             f"{cfg.algo} asks what the expert would do from a state, which needs snapshots, and environments of kind "
-            f"{env.kind!r} have none; take hg_dagger with gate None and late, a step from which the expert takes over")
+            f"{kind!r} have none; take hg_dagger with gate None and late, a step from which the expert takes over")

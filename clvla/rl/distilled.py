@@ -10,17 +10,17 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ..cl.base import check_count, check_number
-from ..core.batch import first_weights, to_device
+from ..core.batch import first_weights
 from ..core.names import STATE
 from ..core.seeds import seed_of
 from .actor import mlp
-from .best_of_n import AGREE, BestOfNMethod, critic_state, planned
+from .best_of_n import AGREE, BestOfNMethod, planned
 from .chunk_critic import ChunkCritic, CriticLearner
 from .held import HeldNet, TransitionSource
-from .noise_actor import draw_logits, halved
+from .noise_actor import OneDraw, draw_logits, halved
 from .replay import Replay
 from .token_method import TokenMethod
-from .token_policy import FrozenPolicy, sizes_of
+from .token_policy import sizes_of
 
 # %% ../../nbs/rl/31_distilled.ipynb #03995508
 class WinningNoise(nn.Module):
@@ -85,7 +85,7 @@ class WinnerLearner:
         self.n = int(state["n"])
 
 # %% ../../nbs/rl/31_distilled.ipynb #a6faab0f
-class DistilledPolicy(FrozenPolicy):
+class DistilledPolicy(OneDraw):
     "A frozen policy and the actor of its head's noise; before it has learnt, the frozen policy. The critic lies beside it, to go on learning."
     def __init__(self,
         base:str,           # of the frozen policy: its name in the menu of policies
@@ -102,15 +102,6 @@ class DistilledPolicy(FrozenPolicy):
         self.reads,self.N,self.random_share = reads,N,random_share
         self.actor,self.critic = WinningNoise(**actor_config),ChunkCritic(**critic_config)
         self.register_buffer("has_learnt", torch.tensor(False))   # `explore`: the critic chooses
-
-    def chunk_noise(self, generator=None)->Tensor: return self.vla.chunk_noise(generator)   # (H,A)
-    def standard(self, x:Tensor)->Tensor: return (x-self.critic.mean)*self.critic.scale   # (B,X), standardised
-
-    @torch.no_grad()
-    def look(self, obs:dict)->tuple:
-        "Context of the frozen policy and state (B,X), as it is."
-        ctx = self.seen(obs, tokens=self.reads == "tokens")
-        return ctx,critic_state(ctx, obs[STATE], self.reads)
 
 # %% ../../nbs/rl/31_distilled.ipynb #056d6a10
 @patch
@@ -177,9 +168,7 @@ class Distilled(BestOfNMethod):
 @patch
 def make_policy(self:Distilled)->DistilledPolicy:
     "The frozen policy with a new actor and a new critic."
-    base,ctx,obs = self.base,self.ctx,to_device(self.demo_batches(1)[0], self.ctx.device)
-    with torch.no_grad(): seen = base.eval().encode(obs, tokens=True)
-    net = dict(X=critic_state(seen, obs[STATE], self.reads).shape[1], C=base.H, A=base.A)
+    base,ctx,net = self.base,self.ctx,self.net_sizes()
     with first_weights(self.seed, "practice", "distilled"):
         policy = DistilledPolicy(ctx.cfg.model, dict(base.config), self.reads, net|dict(hidden=self.actor_hidden),
                                  net|dict(hidden=self.hidden, members=self.members), self.N, self.random_share, **sizes_of(base))

@@ -10,8 +10,8 @@ import copy, math
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ..cl.base import check_count, check_flag, check_number
-from ..core.batch import first_weights, to_device, torch_rng
+from ..cl.base import check_flag
+from ..core.batch import first_weights, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
 from ..policies.heads import FlowHead, heads
@@ -21,8 +21,7 @@ from .grpo import GRPO
 from .ppo import PPO
 from .token_method import TokenMethod
 from .token_policy import FrozenPolicy, sizes_of
-from .token_ppo import TokenPPO, check_groups_fit, groups_of
-from .transitions import transitions
+from .token_ppo import InGroups, TokenPPO, no_value, whole_chunks
 from ..train.on_policy import clip_loss, ratio_metrics
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #976a5707
@@ -204,16 +203,13 @@ def played(self:FlowPPO,
 )->dict:         # x, ref, action, logp_old, reward, mask, next_x, done: (n,...)
     "The chains of an attempt in the order of playing."
     e,x,chain = attempt["episode"],attempt["x"],attempt["chain"]
-    at,n = [*range(0, e.n_steps, self.policy.H), e.n_steps],len(chain)
-    found = transitions(at, e.success_reward, e.ended, self.policy.H, self.gamma)
+    n = len(chain)
     ref = self.base_means(x[:n], chain)
     with torch.no_grad(): logp = self.policy.actor.log_prob(x[:n], ref, chain)
-    done = (torch.as_tensor(found["mask"]) == 0) | (torch.arange(n) == n-1)   # all chunks where gamma is 0
-    return dict(x=x[:n], ref=ref, action=chain, logp_old=logp, next_x=x[1:], done=done,
-                **{k: torch.as_tensor(found[k]) for k in ("reward", "mask")})
+    return dict(x=x[:n], ref=ref, action=chain, logp_old=logp, **whole_chunks(e, x, self.policy.H, self.gamma))
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #b6766708
-class FlowGRPO(FlowPPO):
+class FlowGRPO(InGroups, FlowPPO):
     "Group-relative policy optimisation of the flow head: attempts from one start are compared with one another."
     def __init__(self,
         seed:int=0,
@@ -221,16 +217,8 @@ class FlowGRPO(FlowPPO):
         kl_weight:float=.01,    # of the divergence from the base's steps
         **more                  # of `FlowPPO`
     ):
-        if wrong := [k for k in ("lam", "value_weight") if k in more]:
-            raise ValueError(f"{wrong[0]} belongs to a value network, and flow_grpo compares attempts instead; leave it out")
+        no_value("flow_grpo", more)
         super().__init__(seed, **more)
-        check_count("group_size", group_size, least=2)
-        check_number("kl_weight", kl_weight, 0)
-        self.repeats,self.kl_weight = group_size,kl_weight
-
-    def check(self, cfg):
-        super().check(cfg)
-        check_groups_fit(cfg, self.repeats)
+        self.in_groups(group_size, kl_weight)
 
     def make_learner(self): return FlowGRPOLoss(self.policy.actor, beta=self.kl_weight, seed=self.seed, **self.kw)
-    def more(self, attempts, parts): return groups_of(attempts, parts)

@@ -11,9 +11,8 @@ import torch
 from fastcore.basics import patch
 from ..cl.base import check_choice, check_count
 from ..core.batch import torch_rng
-from ..core.names import STATE
 from .token import unexplained
-from .token_method import TokenMethod, stack_tokens
+from .token_method import TokenMethod
 
 # %% ../../nbs/rl/35_pretrain.ipynb #4de52a0b
 SEES = "attempts","demonstrations","random"
@@ -35,7 +34,7 @@ class TokenPretrain(TokenMethod):
         check_count("sample", sample)
         if self.given: raise ValueError(f"token is {token!r}, which has been learnt; name a construction, or leave token out")
         self.updates,self.sees,self.sample = updates,sees,sample
-        self.played,self.tokens,self.n = [],None,0   # attempts so far; (tokens, mask, held-out) of all; updates of this round
+        self.played,self.memory,self.n = [],None,0   # attempts so far; their tokens, mask and what is held out; updates of this round
 
     def samples(self, cfg)->int: return self.sample
     @property
@@ -60,17 +59,14 @@ def begin(self:TokenPretrain):
     self.played += self.waiting
     self.waiting,self.fitted,self.n = [],True,0
     demos = [] if self.sees == "random" else self.demo_batches()
-    own = [self.observations(e) for e in self.played]
-    held = [torch.full((len(b[STATE]),), self.sees == "demonstrations" or i%5 == 0) for i,b in enumerate(own)]
-    held = torch.cat([torch.zeros(sum(len(b[STATE]) for b in demos), dtype=torch.bool), *held])
-    if held.all(): raise ValueError(f"{len(own)} attempts leave nothing to learn from; raise round_episodes")
-    self.tokens = *stack_tokens([self.tokens_of(b) for b in (*demos, *own)]),held
+    self.memory = self.tokens_to_learn(demos, self.played, every=1 if self.sees == "demonstrations" else 5)
+    if self.memory[2].all(): raise ValueError(f"{len(self.played)} attempts leave nothing to learn from; raise round_episodes")
 
 # %% ../../nbs/rl/35_pretrain.ipynb #1ce5630e
 @patch
 def update(self:TokenPretrain)->dict:
     "One update of encoder and decoder; in a round's last one also how well held-out attempts are written."
-    (tokens,mask,held),codec = self.tokens,self.policy.codec
+    (tokens,mask,held),codec = self.memory,self.policy.codec
     learnt = (~held).nonzero()[:,0]
     index = learnt[torch.randint(len(learnt), (self.sample,), generator=self.rng)]
     codec.requires_grad_(True)

@@ -256,13 +256,21 @@ def stack_tokens(
     return torch.cat([pad(tokens) for tokens,_ in parts]),torch.cat([pad(mask) for _,mask in parts])
 
 @patch
+def tokens_to_learn(self:TokenMethod,
+    demos:list,   # batches of the demonstrations
+    episodes:list,
+    every:int=5   # attempts, of which the first is held out; 1: all are
+)->tuple:         # tokens (N,L,D), mask (N,L), held_out (N,) bool
+    "What the encoder reads of demonstrations and attempts, and which of it is held out."
+    own = [self.observations(e) for e in episodes]
+    held = [torch.full((len(b[STATE]),), i%every == 0) for i,b in enumerate(own)]
+    held = torch.cat([torch.zeros(sum(len(b[STATE]) for b in demos), dtype=torch.bool), *held])
+    return *stack_tokens([self.tokens_of(b) for b in (*demos, *own)]),held
+
+@patch
 def fit_encoder(self:TokenMethod):
     "Encoder and decoder learn; every fifth attempt is held out, and the weights with the lowest error there are kept."
-    demos = [] if self.given else self.demo_batches()
-    own = [self.observations(e) for e in self.waiting]
-    tokens,mask = stack_tokens([self.tokens_of(b) for b in (*demos, *own)])
-    held = [torch.full((len(b[STATE]),), i%5 == 0) for i,b in enumerate(own)]
-    held = torch.cat([torch.zeros(sum(len(b[STATE]) for b in demos), dtype=torch.bool), *held])
+    tokens,mask,held = self.tokens_to_learn([] if self.given else self.demo_batches(), self.waiting)
     if not self.given:
         self.policy.codec.requires_grad_(True)
         fit_token(self.policy.codec, tokens, mask, held, self.token_updates, self.token_lr,

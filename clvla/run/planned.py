@@ -11,7 +11,7 @@ from ..core.records import read_jsonl
 from ..eval.compare import label
 from ..eval.followed import Followed, follow_runs
 from ..eval.plan import read_plan
-from ..eval.verdict import Verdict, judge_planned, judge_seeds
+from ..eval.verdict import ClaimVerdict, judge_planned, judge_seeds
 from .kept import unpack
 
 # %% ../../nbs/run/28_planned.ipynb #4bb52b07
@@ -38,7 +38,7 @@ def core_minutes(file, plan:dict)->float:
 @dataclass(frozen=True)
 class Found:
     "What became of a claim, by kept runs."
-    verdict:Verdict
+    verdict:ClaimVerdict
     followed:Followed # with `plan`, `deviations` and all tests
     groups:dict       # label -> Runs
     minutes:float     # of one core
@@ -65,7 +65,7 @@ def seeds_verdict(
     control:list,  # Runs of the control, with the same seeds
     smallest:float, # of interest, points
     metric:str="ASR" # a share
-)->Verdict:
+)->ClaimVerdict:
     "What the differences of runs with one seed say; ValueError where the seeds are not the same."
     a,b = ({r.config["seed"]: r.scores[metric].value for r in rs} for rs in (runs, control))
     if a.keys() != b.keys(): raise ValueError(f"seeds {sorted(a)} of the method and {sorted(b)} of its control; give runs of the same seeds")

@@ -50,7 +50,7 @@ class Libero(Kind):
     packages = ("mujoco", "robosuite", "hf-libero", "bddl", "numba")
     env,entries = staticmethod(libero_env),WideEnv.entries
     heavy = True
-    scene,sentences = LiberoScene,True
+    scene,sentences,guides = LiberoScene,True,("expert",)
     defaults = dict(n_demos=50, steps_per_task=800, image_size=64, action_norm="mean_std")
     recipe = dict(noise=(.1,.1,.1,.03,.03,.03), tail=4, fps=20)
     rates = (10, 20)     # it steps 20 times a second; published data sets say 10 of the same steps

@@ -41,7 +41,7 @@ class MetaWorld(Kind):
     label,extra,modules = "Meta-World","metaworld",("metaworld",)
     packages = ("mujoco", "metaworld")
     env,entries = staticmethod(metaworld_env),VARIATIONS
-    scene,sentences = MetaWorldScene,True
+    scene,sentences,guides = MetaWorldScene,True,("expert", "snapshots")
     defaults = dict(steps_per_task=300)
     rates = (10, 80)   # it steps 80 times a second, as LeRobot's data sets say; recordings of this project say 10
     def streams(self)->dict: return STREAMS
