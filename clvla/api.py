@@ -24,15 +24,14 @@ from .eval.followed import FREE, Followed, follow_runs
 from .eval.plan import read_plan
 from .eval.plots import Table, heatmap, metrics_table, report_html
 from .rl.config import PracticeConfig
-from .run.all import checks
-from .run.config import make_config, resolve
+from .run.config import make_config, resolve_here
 from .run.folder import RunFolder
 from .run.launch import launch
 from .run.page import run_page
 from .run.report import matrix_of, stream_of
 from .run.watch import Run
 from .train.config import TrainConfig
-from .train.eval_config import EvalConfig, begin_eval, check_eval
+from .train.eval_config import EvalConfig, begin_eval, check_eval_here
 from .train.robot import RobotPolicy
 
 # %% ../nbs/00_api.ipynb #2214bc99
@@ -83,8 +82,7 @@ def result_of(
     given:dict # setting -> value
 )->Result:
     "Do what is left of the run that some settings name; ValueError for what cannot work, before anything is made."
-    cfg = resolve(make_config(cls, given))
-    checks[cfg.learner](cfg)
+    cfg,_ = resolve_here(make_config(cls, given))
     run_page(cfg)
     return Result(cfg.run_dir)
 
@@ -124,7 +122,7 @@ def evaluate(
     **settings # of page train/eval_config, as in n_trials=50
 )->Measured:
     "Play more episodes with the checkpoints of a run; goes on with an evaluation that was interrupted."
-    evaluation = check_eval(make_config(EvalConfig, dict(run_dir=str(path_of(run))) | settings))
+    evaluation = check_eval_here(make_config(EvalConfig, dict(run_dir=str(path_of(run))) | settings))
     folder = begin_eval(evaluation)
     launch("clvla.run", evaluation.cfg.run_dir, evaluation.cfg.name)
     return Measured(folder, evaluation.home)

@@ -229,3 +229,32 @@ def test_algorithm_states_of_older_checkpoints_are_read(run):
     path = run/"checkpoints"/SECOND; ev = ce.check_eval(config(run)); _,_,new = ce.load_point(path, ev.run, ev.own)
     state = load_state(path/"state.safetensors") | dict(algo=load_state(path/"algo.safetensors")); (path/"algo.safetensors").unlink(); save_state(path/"state.safetensors", state)
     _,_,old = ce.load_point(path, ev.run, ev.own); assert str(old.state_dict()) == str(new.state_dict())
+
+def test_two_processes_play_what_one_does_as_a_queue(run, tmp_path):
+    "The whole has the records of one process with `batch` 8; begun by one process with rows for each task, it is refused; a part that fails is named."
+    alone = eval_cl(config(shutil.copytree(run, tmp_path/"alone"), batch=8), say=len)
+    said = []
+    both = eval_cl(config(run, num_processes=2), say=said.append)
+    assert bare(both.episodes()) == bare(alone.episodes()) and "2 processes play a part each, on the CPU" in said
+    assert [len(RunFolder(p).episodes()) for p in sorted(run.glob("evals/*-part*of2"))] == [3, 3]
+    assert bare(eval_cl(config(run), say=len).episodes()) == bare(both.episodes())   # without the setting: nothing is left to play
+    eval_cl(config(run, first_trial=50), say=len)
+    with pytest.raises(ValueError, match="was begun by one process"): eval_cl(config(run, first_trial=50, num_processes=2))
+
+def test_each_part_sees_its_own_gpu(run, monkeypatch):
+    "With two pretended GPUs, and with two that the user named; a part that fails is an error with its name."
+    from clvla.train.eval_config import check_eval_here
+    for of in ("clvla.run.config", "clvla.train.eval_config", "clvla.train.checkpoint_eval"): monkeypatch.setattr(f"{of}.count_gpus", lambda: 2)
+    for k in ("CUDA_VISIBLE_DEVICES", "CLVLA_GPUS"): monkeypatch.delenv(k, raising=False)
+    started = []
+    def start(words, env, **kw):
+        started.append((words[-1][-9:], env.get("CUDA_VISIBLE_DEVICES")))
+        return NS(poll=lambda: 0, terminate=lambda: None, wait=lambda: int(len(started) > 2))
+    monkeypatch.setattr(ce.subprocess, "Popen", start)
+    evaluation = check_eval_here(config(run))
+    assert evaluation.cfg.num_processes == 2 and check_eval_here(config(run, gpus="1")).cfg.num_processes == 1 and check_eval_here(config(run, part="0/3")).cfg.num_processes == 1
+    ce.play_parts(evaluation, say=len)
+    assert started == [("-part0of2", "0"), ("-part1of2", "1")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    with pytest.raises(RuntimeError, match="part0of2 .exit code 1"): ce.play_parts(evaluation, say=len)
+    assert [gpu for _, gpu in started[2:]] == ["4", "6"]

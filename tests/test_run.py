@@ -14,6 +14,7 @@ from types import SimpleNamespace as NS
 import nbformat
 import pytest
 
+from clvla.core.config import config_json
 from clvla.core.files import read_json, sha256, write_json
 from clvla.core.state import load_state, save_state
 from clvla.run.checkpoint import check_checkpoint, checkpoints
@@ -383,3 +384,26 @@ def test_training_uses_the_threads_that_are_set_and_episodes_are_played_with_one
 @pytest.mark.parametrize("given, says", [(dict(threads=-1), "threads"), (dict(threads=""), "threads"), (dict(threads=False), "threads"), (dict(num_processes=None), "num_processes")])
 def test_threads_and_processes_that_cannot_be_are_refused(given, says, tmp_path):
     with pytest.raises(ValueError, match=says): resolve(TrainConfig.of(suite="dot_2", run_dir=str(tmp_path), **given))
+
+
+@pytest.mark.parametrize("kw, here, n, words", [({}, 0, 1, ""), ({}, 1, 1, ""), ({}, 4, 4, ""), ({}, 3, 2, "2 of 3 GPUs"), (dict(gpus="0,2"), 3, 2, ""), (dict(device="cpu"), 4, 1, ""),
+                                               (dict(num_processes=1), 4, 1, ""), (dict(strategy="zero2", ema=0.), 2, 2, "")])
+def test_a_page_takes_all_gpus_where_nothing_is_said(tmp_path, monkeypatch, kw, here, n, words):
+    from clvla.run.config import resolve, resolve_here
+    monkeypatch.setattr("clvla.run.config.count_gpus", lambda: here)
+    monkeypatch.setattr("clvla.run.config.checks", dict(imitation=lambda cfg: cfg.suite))
+    cfg, said = TrainConfig(suite="dot_2", algo="er", run_dir=str(tmp_path/"run"), **kw), []
+    found, about = resolve_here(cfg, said.append)
+    assert (found.num_processes, about) == (n, "dot_2") and (words in said[0] if words else not said)
+    if n == 1: assert found == resolve(cfg)   # as before
+    (tmp_path/"run").mkdir()
+    (tmp_path/"run/config.json").write_text(json.dumps(config_json(resolve(replace(cfg, num_processes=1)))))
+    if not kw: assert resolve_here(cfg)[0].num_processes == 1   # a folder goes on with its own number
+
+
+def test_agents_stay_in_one_process(tmp_path, monkeypatch):
+    from clvla.crl.config import AgentConfig
+    from clvla.run.config import resolve_here
+    monkeypatch.setattr("clvla.run.config.count_gpus", lambda: 2)
+    said = []
+    assert resolve_here(AgentConfig(run_dir=str(tmp_path/"run")), said.append)[0].num_processes == 1 and "an agent learns in one process" in said[0]

@@ -282,7 +282,7 @@ def do_entries(
         show(table_text(rows_of(queue, cfgs), cfg.parallel))
         shown["at"] = time.monotonic()
     def on_end(entry, end): say(f"{entry}: {end['state']}"+f", {end.get('error', '')}"*(end["state"] == "failed"))
-    each = max((getattr(c, "num_processes", 1) for c in cfgs.values()), default=1)
+    each = max((getattr(c, "num_processes", 1) or 1 for c in cfgs.values()), default=1)
     plan = Plan(cfg.parallel, chosen, cfg.again or chosen is not None, cfg.engine_kw, gpus_for(cfgs.values()), on_end, look, each,
                 nodes_for(cfgs, cfg.engine))
     with nullcontext(stop) if stop else StopFlag() as stop: engines[cfg.engine](queue, begin_entry, plan, stop)

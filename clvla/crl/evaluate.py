@@ -22,7 +22,7 @@ from ..envs.all import make_stream
 from ..eval.metrics import record_key
 from ..eval.plan import planned
 from ..run.checkpoint import check_checkpoint, whole_state
-from ..run.config import device_of
+from ..run.config import device_of, use_gpus
 from ..run.folder import RunFolder
 from ..run.plugins import plugins_of
 from ..run.stop import StopFlag
@@ -39,6 +39,7 @@ def check_eval_agent(
     plain = EvalConfig()
     if asked := [f"{k} {getattr(cfg, k)!r}" for k in FIXED if getattr(cfg, k) != getattr(plain, k)]:
         raise ValueError(f"{cfg.run_dir} is a run of an agent, whose own runner plays the tasks of its own experiment; leave out {', '.join(asked)}")
+    if cfg.num_processes > 1: raise ValueError(f"num_processes is {cfg.num_processes}, and one process plays an agent's tasks; leave it out")
     plugins_of(replace(run, trust=cfg.trust), copies=True)   # ValueError for a stranger's
     points = points_of(cfg, run)
     own = stream_from(read_json(points[-1]/"stream.json"), points[-1]/"stream.json")
@@ -116,7 +117,8 @@ def eval_agent(
     say=print# told what happens
 )->RunFolder:# the evaluation's folder, with `episodes.jsonl`
     "Do an evaluation of an agent's checkpoints, or what is left of it; `python -m clvla.run RUN_DIR NAME` calls it."
-    evaluation = check_eval(read_eval_config(run_dir, name))
+    if (begun := read_eval_config(run_dir, name)).gpus: use_gpus(begun)
+    evaluation = check_eval(begun)
     out = RunFolder(begin_eval(evaluation))
     torch.set_num_threads(evaluation.run.threads)
     with same_global_rng(), StopFlag() as flag, out.lock():

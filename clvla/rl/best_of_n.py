@@ -95,6 +95,7 @@ class BestOfNMethod(TokenMethod):
     model = "rl-best"
     needs_noise = True
     kept,beside = ("x",),()   # of an attempt's states, in the replay, and of its chunks
+    remembers = dict(learner="learner", replay="replay")   # name in the state -> attribute that has one
     def __init__(self,
         seed:int=0,
         updates:int=800,       # of the critic, after each round
@@ -223,12 +224,11 @@ def update(self:BestOfNMethod)->dict:
 
 @patch
 def state_dict(self:BestOfNMethod)->dict:
-    "Learner and replay."
-    return TokenMethod.state_dict(self) | dict(learner=self.learner.state_dict(), replay=self.replay.state_dict())
+    "Learners and replay."
+    return TokenMethod.state_dict(self) | {name: getattr(self, part).state_dict() for name,part in self.remembers.items()}
 
 @patch
 def load_state_dict(self:BestOfNMethod, state:dict):
     "Go on from a stored state."
     TokenMethod.load_state_dict(self, state)
-    self.learner.load_state_dict(state["learner"])
-    self.replay.load_state_dict(state["replay"])
+    for name,part in self.remembers.items(): getattr(self, part).load_state_dict(state[name])

@@ -135,7 +135,7 @@ def predict_chunk(self:DistilledPolicy, obs:dict, *, n:int=1, noise=None, genera
 class Distilled(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of the best of its draws."
     model = "rl-distilled"
-    beside = "noise","draws"
+    beside,remembers = ("noise", "draws"),BestOfNMethod.remembers|dict(winner="winner_learner")
     def __init__(self,
         seed:int=0,
         updates:int=800,       # of the critic, after each round
@@ -218,15 +218,3 @@ def update(self:Distilled)->dict:
     numbers = self.learner.update(batch)
     if self.winner_learner.due(): numbers |= self.winner_learner.update(self.asked(halved(batch)))
     return {f"rl/{k}": float(v) for k,v in numbers.items()}
-
-# %% ../../nbs/rl/31_distilled.ipynb #c89a161a
-@patch
-def state_dict(self:Distilled)->dict:
-    "Learners and replay."
-    return BestOfNMethod.state_dict(self)|dict(winner=self.winner_learner.state_dict())
-
-@patch
-def load_state_dict(self:Distilled, state:dict):
-    "Go on from a stored state."
-    BestOfNMethod.load_state_dict(self, state)
-    self.winner_learner.load_state_dict(state["winner"])

@@ -212,7 +212,7 @@ class NoisePolicy(OneDraw):
 class DSRL(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of its flow head."
     model = "rl-noise"
-    kept = "x","noise","draws"
+    kept,remembers = ("x", "noise", "draws"),BestOfNMethod.remembers|dict(noise_learner="noise_learner")
     def __init__(self,
         seed:int=0,
         updates:int=800,       # of each network, after each round
@@ -312,15 +312,3 @@ def halved(batch:dict)->dict:
     "Half of each task's rows; the rows of a task stand together."
     rows = [torch.nonzero(batch["task"] == task)[:,0] for task in batch["task"].unique()]
     return take(batch, torch.cat([of[:max(1, len(of)//2)] for of in rows]))
-
-# %% ../../nbs/rl/19_noise_actor.ipynb #c1900023
-@patch
-def state_dict(self:DSRL)->dict:
-    "Learners and replay."
-    return BestOfNMethod.state_dict(self)|dict(noise_learner=self.noise_learner.state_dict())
-
-@patch
-def load_state_dict(self:DSRL, state:dict):
-    "Go on from a stored state."
-    BestOfNMethod.load_state_dict(self, state)
-    self.noise_learner.load_state_dict(state["noise_learner"])

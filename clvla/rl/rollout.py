@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from ..run.agree import all_write
 from ..run.folder import RunFolder
+from ..run.launch import child_env
 from ..run.plugins import keep_plugins
 from ..run.stop import Stopped
 from .episodes import load_episodes, save_episodes
@@ -93,9 +94,7 @@ def run_alone(
     "Do a run in a process of its own; RuntimeError when it fails."
     RunFolder(cfg.run_dir).begin(cfg)
     keep_plugins(cfg)
-    ours = ("RANK", "WORLD_SIZE", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_",
-            "CLVLA_LAUNCHER")   # what would make the child one of this run's processes
-    env = {k: v for k,v in os.environ.items() if not k.startswith(ours)} | dict(CLVLA_PARENT=str(os.getpid()))
+    env = {k: v for k,v in child_env(CLVLA_PARENT=str(os.getpid())).items() if not k.startswith("ACCELERATE_")}
     child = subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir], env=env, stdout=subprocess.DEVNULL)
     try:
         while child.poll() is None:

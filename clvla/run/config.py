@@ -8,8 +8,9 @@ __all__ = ['HOSTS', 'SIMPLE', 'NOT_PARAMETERS', 'PAGES', 'VISIBLE', 'CHOSEN', 'R
            'owner_of', 'way_to', 'settings_of', 'setting_value', 'from_page', 'cl_parts', 'cl_settings', 'sorted_cl',
            'papermill_command', 'work_in_project', 'page_begins', 'check_values', 'check_most', 'check_settings',
            'check_machine', 'check_workers', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus',
-           'use_gpus', 'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve', 'identity',
-           'differences', 'read_config', 'refuse_twice', 'given_twice', 'files_of', 'fitted', 'page_config']
+           'use_gpus', 'gpus_said', 'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve',
+           'numbers_of', 'resolve_here', 'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice',
+           'files_of', 'fitted', 'page_config']
 
 # %% ../../nbs/run/07_config.ipynb #b0700003
 import math, os, sys
@@ -40,7 +41,7 @@ class RunConfig:
     data_dir:str = ""           # demonstrations and frame stores; default $CLVLA_DATA or ~/.cache/clvla
     plugins:list = field(default_factory=list) # modules and .py files that bring algorithms, policies, kinds, streams
     trust:bool = False          # run what a folder that somebody else began brings or names; it is shown first
-    num_processes:int = 1       # training processes on each machine
+    num_processes:int = 0       # training processes on each machine; 0: one for each GPU that the run may use, or one
     machines:str|int = ""       # hosts of a run on several machines, with commas, the first one coordinates; or how many nodes SLURM gives, as in 2
     strategy:str = "ddp"        # how several processes share the work: ddp, zero1, zero2, zero3
     timeout:float = 30.         # minutes that processes wait for one another before the run ends with a message
@@ -61,8 +62,8 @@ class RunConfig:
     ADDED = ("cl", "cl_kw", "plan")   # settings that were added later; their default does what older versions did
     FREE = ("run_dir", "data_dir", "plugins", "trust", "machines", "timeout", "detached", "save_every", "save_minutes", "keep",
             "keep_tasks", "gpus", "sink")
-    POSITIVE = ("num_processes", "timeout", "keep")
-    NOT_NEGATIVE = ("seed", "threads", "save_every", "save_minutes")
+    POSITIVE = ("timeout", "keep")
+    NOT_NEGATIVE = ("num_processes", "seed", "threads", "save_every", "save_minutes")
     CHOICES = dict(device=("auto", "cpu", "cuda"), precision=("no", "bf16", "fp16", "tf32"),
                    strategy=("ddp", "zero1", "zero2", "zero3"))
 
@@ -107,7 +108,7 @@ def hosts(
 
 def world_of(cfg:RunConfig)->int:
     "How many processes train, over all machines."
-    return cfg.num_processes*max(1, len(hosts(cfg)))
+    return max(1, cfg.num_processes)*max(1, len(hosts(cfg)))
 
 def threads_of(cfg:RunConfig)->int:
     "Torch threads of each training process: as set, or two where it is the only one and one where there are several."
@@ -437,6 +438,13 @@ def use_gpus(
         raise ValueError(f"gpus is {cfg.gpus!r}, and this process uses CUDA already; start the run in a fresh process")
     os.environ |= {VISIBLE: cfg.gpus, CHOSEN: cfg.gpus}
 
+def gpus_said(
+    acc # accelerate's object of the run
+)->str: # "" on the CPU
+    "On how many GPUs a run computes, in a line."
+    n = acc.num_processes
+    return f"{n} process{'es'*(n > 1)}, a GPU each, of {count_gpus()} that torch finds here" if str(acc.device).startswith("cuda") else ""
+
 # %% ../../nbs/run/07_config.ipynb #b0700018
 def with_folders(
     cfg:RunConfig, # run_dir and data_dir as they were given
@@ -471,8 +479,36 @@ def resolve(
     cfg:RunConfig # as the page gave it
 )->RunConfig:
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
+    if type(cfg.num_processes) is int and cfg.num_processes == 0: cfg = replace(cfg, num_processes=1)   # `resolve_here` looks for more
     for step in cfg.steps(): cfg = step(cfg)
     return cfg
+
+# %% ../../nbs/run/07_config.ipynb #b327c302
+def numbers_of(
+    cfg:RunConfig # resolved
+)->list:          # the last one is 1, or the number of the folder
+    "Numbers of processes that are tried one after another where none is given."
+    gpus = count_gpus() if cfg.device != "cpu" else 0
+    n = chosen_gpus(cfg, gpus) if cfg.gpus else gpus
+    if n < 2 or not (Path(cfg.run_dir)/"config.json").exists(): return [*range(n, 1, -1), 1]
+    return [max(1, read_config(cfg.run_dir).num_processes)]
+
+def resolve_here(
+    cfg:RunConfig, # as a page gave it
+    say=print      # told why a GPU is left out
+)->tuple:          # the resolved config, and what the run is about: a `Stream`, or of an agent its `Experiment` and `Spaces`
+    "Resolve and check a config, with a process for each GPU where `num_processes` is left open; ValueError for what cannot work."
+    first,why = resolve(cfg),{}
+    for n in [cfg.num_processes] if cfg.num_processes else (numbers := numbers_of(first)):
+        try:
+            done = first if n == first.num_processes else resolve(replace(cfg, num_processes=n))
+            about = checks[done.learner](done)   # imports torch: what the line above refuses is refused sooner
+            break
+        except ValueError as e:
+            if cfg.num_processes or n == numbers[-1]: raise
+            why.setdefault(n, e)
+    for more,e in [*why.items()][:1]: say(f"{n} of {more} GPUs: with {more} processes, {e}")
+    return done,about
 
 # %% ../../nbs/run/07_config.ipynb #b070001a
 def identity(cfg:RunConfig)->dict:
@@ -491,7 +527,7 @@ def differences(
         raise ValueError(f"the stored config is a {type(old).__name__}, expected a dict of parameters; the folder's "
                          "config.json was not written by a run, so choose another run_dir")
     cls = type(cfg)
-    new,old = config_json(cfg),config_json(cls()) | cls.converted(old)
+    new,old = config_json(cfg),config_json(replace(cls(), num_processes=1)) | cls.converted(old)
     # the names of machines may change, not how many there are
     count = lambda m: max(1, m if isinstance(m, int) else sum(bool(h.strip()) for h in str(m).split(",")))
     new,old = (d | dict(n_machines=count(d["machines"])) for d in (new, old))
@@ -598,5 +634,4 @@ def page_config(
     refuse_twice()
     try: file,beside = files_of(papermill_command(), f"/proc/{os.getppid()}/cwd")
     except (OSError, ValueError): file,beside = {},()
-    cfg = resolve(from_page(cls, names, seen, file, beside))
-    return cfg,checks[cfg.learner](cfg)   # imports torch: what the line above refuses is refused sooner
+    return resolve_here(from_page(cls, names, seen, file, beside))

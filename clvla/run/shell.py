@@ -19,7 +19,7 @@ from .agree import agree, all_write, text_of_rank_0
 from .all import learners
 from .checkpoint import clean, latest_checkpoint, prune
 from .child import explain
-from .config import use_gpus
+from .config import gpus_said, use_gpus
 from .feed import Feed
 from .folder import Cost, RunFolder
 from .plugins import check_code, take_plugins
@@ -36,6 +36,7 @@ def run_learner(
     check_code(cfg.run_dir, cfg.trust)
     use_gpus(cfg)
     shell = Shell(cfg, say)
+    if line := gpus_said(shell.acc): shell.say(line)
     if shell.run.done:
         if shell.rank == 0: take_plugins(cfg, shell.say)   # of a finished run they are only compared
         shell.say(f"this run is finished: {shell.run.path}")

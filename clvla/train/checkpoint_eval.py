@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['load_point', 'cells_of', 'newest_point', 'weights_of', 'plan_for', 'parts_of', 'batch_of', 'left_out', 'eval_cl',
-           'eval_named', 'player_of', 'begin_queue', 'evaluate', 'on_selection', 'clocked']
+           'eval_named', 'play_parts', 'player_of', 'begin_queue', 'evaluate', 'on_selection', 'clocked']
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #dff15c38
-import os, time
+import os, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,9 @@ from ..eval.player import BATCH, POOL_SEED, Player
 from ..policies.all import load_policy
 from ..run.checkpoint import check_checkpoint, latest_checkpoint, read_manifest, whole_state
 from ..core.progress import emit
-from ..run.config import device_of, read_config
+from ..run.config import CHOSEN, VISIBLE, count_gpus, device_of, read_config, use_gpus
 from ..run.folder import RunFolder
+from ..run.launch import child_env
 from ..run.versions import versions
 from ..run.stop import StopFlag
 from clvla.train.eval_config import (EvalConfig, Evaluation, begin_eval, check_eval, check_starts, processor_of,
@@ -153,6 +154,7 @@ def eval_cl(
     say=print       # told what happens
 )->RunFolder:       # the evaluation's folder, with `episodes.jsonl`
     "Evaluate a run's checkpoints; continues an evaluation that was interrupted."
+    if cfg.gpus: use_gpus(cfg)
     evaluation = check_eval(cfg)
     cfg,out = evaluation.cfg,RunFolder(begin_eval(evaluation))
     device = _device_for(evaluation, out, say)
@@ -162,6 +164,7 @@ def eval_cl(
         out.begin_again()
         for path in evaluation.points:
             if wrong := check_checkpoint(path): raise ValueError(f"checkpoint {path} is not whole: {'; '.join(wrong)}")
+        if cfg.num_processes > 1: play_parts(evaluation, say, flag.check)   # the whole below takes them in
         with player_of(evaluation) as player:
             if word := left_out(cfg, player): say(word)
             if player.shared: begin_queue(evaluation, out, player, say, device)
@@ -173,6 +176,33 @@ def eval_cl(
 def eval_named(run_dir, name:str):
     "Do an evaluation that was begun; `python -m clvla.run RUN_DIR NAME` calls it."
     eval_cl(read_eval_config(run_dir, name))
+
+# %% ../../nbs/train/06_checkpoint_eval.ipynb #55d48605
+def play_parts(
+    evaluation:Evaluation, # its config has num_processes
+    say=print,             # told how it is divided
+    check=lambda: None     # called twice a second; may raise, which ends the processes
+):
+    "Play the parts of an evaluation, each in a process of its own; RuntimeError when one of them fails."
+    cfg,run,n = evaluation.cfg,evaluation.run,evaluation.cfg.num_processes
+    gpus = [*filter(None, os.environ.get(VISIBLE, "").split(","))] or [*map(str, range(count_gpus()))] if device_of(run.device) == "cuda" else []
+    one = replace(cfg, num_processes=1, gpus="", n_workers=max(1, (cfg.n_workers or os.cpu_count() or 1)//n))
+    names = [begin_eval(check_eval(replace(one, part=f"{k}/{n}"))).name for k in range(n)]
+    say(f"{n} processes play a part each, "+(f"on GPUs {', '.join(gpus[:n])}" if gpus else "on the CPU"))
+    own = lambda k: {CHOSEN: run.gpus, VISIBLE: gpus[k]} if gpus else {}   # as `use_gpus` leaves them
+    start = lambda k: subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir, names[k]], env=child_env(CLVLA_PARENT=str(os.getpid()), **own(k)),
+                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if k else None)   # one shows how far they are
+    children = []
+    try:
+        for k in range(n): children.append(start(k))
+        while any(child.poll() is None for child in children):
+            check()
+            time.sleep(.5)
+    finally:
+        for child in children: child.terminate()
+        codes = {name: child.wait() for name,child in zip(names, children)}
+    if failed := [f"{name} (exit code {code})" for name,code in codes.items() if code]:
+        raise RuntimeError(f"parts that ended early: {', '.join(failed)}; their lines above say why, and the same command goes on")
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #1d487a38
 def _device_for(evaluation:Evaluation, out:RunFolder, say=print)->str:

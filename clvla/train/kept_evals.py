@@ -9,10 +9,10 @@ __all__ = ['PLACES', 'what_of', 'pack_eval', 'kept_evals']
 from dataclasses import asdict, replace
 from pathlib import Path
 from ..core.files import read_json
-from ..core.records import append_jsonl, read_jsonl
-from ..run.config import differences, identity
+from ..core.records import append_jsonl
+from ..run.config import identity
 from ..run.folder import RunFolder
-from ..run.kept import packed, unpack
+from ..run.kept import lines_of, packed, unpack
 from ..run.plugins import keep_plugins
 from ..run.sweep import sweep
 from .checkpoint_eval import eval_cl
@@ -46,7 +46,7 @@ def kept_evals(
     "All these evaluations: from the file, and those that it lacks from the runs' folders, where they are made."
     file,found = Path(file),{}
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept = [line for line in read_jsonl(file) if line["name"] in cfgs and not differences(line["config"], cfgs[line["name"]])]
+    kept = lines_of(file, cfgs)
     for name,cfg in cfgs.items():
         for one in evals:
             line = next((line for line in kept if line["name"] == name and what_of(EvalConfig()) | line["evaluation"] == what_of(one)), None)   # older lines lack newer settings
