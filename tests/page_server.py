@@ -3,9 +3,11 @@
 Nearly every page imports torch, plotly, pandas, nbdev and nbformat (which plotly asks for), 5 seconds of one core. This process
 imports them once, does nothing with them (no tensor, no CUDA, and no thread, which a fork would lose), and forks for each page;
 what a page does, no other page can see.
-What is imported here is frozen: otherwise each page's garbage collections go through all of it, 1 second a page.
+What is imported here is frozen: otherwise each page's garbage collections go through all of it, 1 second a page. For the same reason
+a page's process ends after its threads and its exit functions, without taking apart what it shares with this one, half a second a page.
 A request is a line of JSON (page, log, limit in seconds), the answer is one too (code: the exit code, None after the limit).
 """
+import atexit
 import gc
 import json
 import os
@@ -20,6 +22,7 @@ from pathlib import Path
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"   # pandas' allocator would start a thread
 
 import accelerate  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
 import nbformat  # noqa: F401
 import numpy  # noqa: F401
 import pandas  # noqa: F401
@@ -30,6 +33,7 @@ import safetensors.torch  # noqa: F401
 import torch._dynamo  # noqa: F401
 from execnb.shell import CaptureShell  # noqa: F401
 from fastcore.test import test_eq  # noqa: F401
+from matplotlib.backends.registry import backend_registry
 from nbdev.config import get_config
 from nbdev.test import test_nb
 
@@ -48,6 +52,16 @@ def run(page, log, tmp):
     return int(not ok)
 
 
+def end(code):
+    "End a page's process as an interpreter does, but for its modules, which stay; those of a simulator are taken apart, which can fail."
+    if "mujoco" in sys.modules: sys.exit(code)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def wait(pid, limit):
     "Exit code of a page's process; None when it had to be killed, with all in its session."
     until = time.monotonic()+limit
@@ -61,13 +75,14 @@ def wait(pid, limit):
 
 def serve():
     assert threading.active_count() == 1 and len(list(Path("/proc/self/task").glob("*"))) < 2, "a fork would lose a thread"
+    backend_registry.list_all()   # reads each package's entry points, which a page's shell would do
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         tmp = tempfile.mkdtemp(prefix="page-")
         pid = os.fork()
-        if pid == 0: sys.exit(run(request["page"], request["log"], tmp))
+        if pid == 0: end(run(request["page"], request["log"], tmp))
         code = wait(pid, request["limit"])
         shutil.rmtree(tmp, ignore_errors=True)   # pages leave runs there, up to 200 MB
         print(json.dumps(dict(code=code)), flush=True)

@@ -235,7 +235,8 @@ def watched(folder):
 
 
 def reported(folder):
-    from clvla.run.report import cost_table, matrix_of, settings_table, versions_table, without_success
+    from clvla.run.folder import without_success
+    from clvla.run.report import cost_table, matrix_of, settings_table, versions_table
     run = folder/"run"
     return matrix_of(run), without_success(run), cost_table(run), settings_table(run), versions_table(run)
 

@@ -129,7 +129,7 @@ def test_imports_in_functions_are_needed(pair):
     ("clvla.policies.tiny", ["lerobot", "mujoco", "metaworld", "transformers"]),
     ("clvla.policies.lerobot.adapter", ["lerobot", "transformers", "torchvision", "datasets"]),
     ("clvla.policies.lerobot.xvla", ["lerobot", "transformers", "torchvision", "datasets", "diffusers"]),   # imports its relatives
-    ("clvla.train.learner", ["lerobot", "mujoco", "metaworld", "robosuite", "transformers", "datasets", "deepspeed"]),
+    ("clvla.train.learner", ["lerobot", "mujoco", "metaworld", "robosuite", "transformers", "datasets", "deepspeed", "pandas", "plotly"]),
     ("clvla.data.streams", ["numpy", "torch", "pyarrow"]),
     ("clvla.data.partition", ["torch", "pyarrow", "huggingface_hub"]),
     ("clvla.data.demos", ["torch", "lerobot", "datasets", "metaworld", "mujoco", "av", "transformers", "pandas"]),

@@ -12,6 +12,7 @@ import argparse, contextlib, importlib.metadata, json, os, sys
 from pathlib import Path
 from ..core.files import data_folder
 from ..core.names import at_place, closest
+from ..core.processes import loading
 from .words import PAGES, Words, page_file, parameters_of, parameters_text, read_words
 
 # %% ../../nbs/command/04_main.ipynb #50acaebb
@@ -99,7 +100,7 @@ DEMO = dict(suite="mw5", cl="er", run_dir="runs/demo")
 
 def of_run(command:str, words:Words, o):
     "Do a run, an evaluation or a comparison."
-    from clvla.command import runs
+    with loading(): from clvla.command import runs
     if command == "compare":
         c = runs.side_by_side(words)
         return runs.comparison_facts(c),runs.comparison_text(c)
@@ -111,36 +112,36 @@ def of_run(command:str, words:Words, o):
 # %% ../../nbs/command/04_main.ipynb #58d73eee
 def of_sweep(command:str, words:Words, o):
     "Do many runs."
-    from clvla.command import runs, search
+    with loading(): from clvla.command import runs, search
     found,text,status = search.swept(runs.read_files(words.files) | words.of("sweep"))
     return found | dict(exit_status=status),text
 
 def of_audit(command:str, words:Words, o):
     "Compare anybody's results."
-    from clvla.command import runs
+    with loading(): from clvla.command import runs
     return runs.audited(words)
 
 def of_stream(command:str, words:Words, o):
     "Ask a stream what it needs."
-    from clvla.command import runs
+    with loading(): from clvla.command import runs
     suite = runs.one_of(words, command)
     return runs.asked(suite, runs.read_files(words.files)|words.given, o)
 
 def of_serve(command:str, words:Words, o):
     "Serve a checkpoint until somebody ends it."
-    from clvla.command import runs
+    with loading(): from clvla.command import runs
     runs.serve(runs.one_of(words, command), o)
     return {},""
 
 def of_stats(command:str, words:Words, o):
     "Hold a file of statistics against the frames."
-    from clvla.command import runs, stats
+    with loading(): from clvla.command import runs, stats
     found = stats.look_at(runs.one_of(words, command), o.repair)
     return found,stats.told(found)
 
 def of_metrics(command:str, words:Words, o):
     "Matrix and metrics of a path."
-    from clvla.command import runs
+    with loading(): from clvla.command import runs
     path = runs.one_of(words, command)
     if Path(path).is_file():
         m = runs.read_matrix(path)
@@ -153,7 +154,7 @@ def of_metrics(command:str, words:Words, o):
 
 def of_state(command:str, words:Words, o):
     "Watch a run, or stop it."
-    from clvla.command import runs
+    with loading(): from clvla.command import runs
     path = runs.one_of(words, command)
     if command == "watch": return {},runs.watch(path, once=o.once) and ""
     runs.Run.open(path).stop()
@@ -162,7 +163,7 @@ def of_state(command:str, words:Words, o):
 # %% ../../nbs/command/04_main.ipynb #8f9d259b
 def of_lists(command:str, words:Words, o):
     "Menus, runs, or the folder of the data."
-    from clvla.command import lists
+    with loading(): from clvla.command import lists
     if command == "cache" and o.delete:
         n = lists.delete(o.delete, o.data_dir)
         return dict(deleted=o.delete, bytes=n),f"removed {o.delete}, {n/1e6:.1f} MB"
@@ -173,7 +174,7 @@ def of_lists(command:str, words:Words, o):
 
 def of_machine(command:str, words:Words, o):
     "Look at the machine."
-    from clvla.command.doctor import doctor
+    with loading(): from clvla.command.doctor import doctor
     lines = []
     found = doctor(o.data_dir, o.runs, lines.append)
     return found,"\n".join(lines)

@@ -27,7 +27,8 @@ from ..eval.metrics import SuccessMatrix, from_rates, from_records, measure, pla
 from ..eval.plots import mean_returns, metrics_table
 from ..run.all import configs
 from ..run.config import files_of, fitted, given_twice, make_config, stream_name
-from ..run.report import losses_of, stream_of, without_success
+from ..run.folder import without_success
+from ..run.report import losses_of, stream_of
 from ..run.terminal import loss_line, success_line
 from ..run.watch import Run
 from ..train.eval_config import EvalConfig, check_eval, each_of

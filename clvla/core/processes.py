@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['TRIM_THRESHOLD', 'MMAP_THRESHOLD', 'descendants', 'stop', 'kill_all', 'send_signal', 'peak_memory', 'memory_gb',
-           'core_seconds', 'keep_memory']
+           'core_seconds', 'keep_memory', 'loading']
 
 # %% ../../nbs/core/09_processes.ipynb #c5c5d4e5
-import ctypes, os, signal, subprocess, time
+import ctypes, gc, os, signal, subprocess, time
+from contextlib import contextmanager
 from pathlib import Path
 
 # %% ../../nbs/core/09_processes.ipynb #4f1722b2
@@ -88,3 +89,14 @@ def keep_memory()->bool:   # False where the C library has no such setting
     "Keep freed memory in this process instead of giving it back to the system (glibc's mallopt)."
     if not hasattr(libc := ctypes.CDLL(None), "mallopt"): return False
     return bool(libc.mallopt(MMAP_THRESHOLD, 1<<30) and libc.mallopt(TRIM_THRESHOLD, (1<<31)-1))
+
+# %% ../../nbs/core/09_processes.ipynb #672d9402
+@contextmanager
+def loading():
+    "A `with` block of imports in which Python looks for no garbage; what there is afterwards it never looks through again."
+    on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        gc.freeze()
+        if on: gc.enable()

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..core.contract import ContractError
 from ..core.files import bus_error
 from ..core.plugins import load_plugins, loaded
+from ..core.processes import loading
 
 # %% ../../nbs/envs/02_child.ipynb #6f352633
 def send(sock, **message):
@@ -105,7 +106,8 @@ def child():
     with socket.socket(fileno=fds[0]) as sock:
         try:
             load_plugins(json.loads(os.environ.get("CLVLA_PLUGINS", "[]")))
-            getattr(importlib.import_module(module), function)(sock, *fds[1:])
+            with loading(): run = getattr(importlib.import_module(module), function)
+            run(sock, *fds[1:])
         except Exception as e: send(sock, error=report(e))
 
 def report(e:Exception)->dict:

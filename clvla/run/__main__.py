@@ -9,6 +9,7 @@ __all__ = ['SPINS', 'spin_briefly', 'main']
 import os, sys
 from dataclasses import replace
 from .all import evaluations
+from ..core.processes import loading
 from .config import use_gpus, world_of
 from .plugins import changes, plugins_of
 from .child import as_child, end_with_parent
@@ -42,7 +43,7 @@ def main(
         evaluations[cfg.learner](run.path, args[1])
     elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_nodes(cfg) if wants_nodes(cfg) else launch_ranks(cfg))
     else:
-        from clvla.run.shell import run_learner
+        with loading(): from clvla.run.shell import run_learner
         run_learner(cfg, begun=True)
 
 if __name__ == "__main__" and globals().get("__package__") == "clvla.run": as_child(lambda: main(sys.argv[1:]))

@@ -11,8 +11,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from ..core.files import read_json, write_json
 from ..core.records import unsealed
-from .folder import RunFolder
-from .report import without_success
+from .folder import RunFolder, without_success
 from .sinks import sink_names, sinks
 
 # %% ../../nbs/run/26_feed.ipynb #1ccabe1c
