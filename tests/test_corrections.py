@@ -28,6 +28,9 @@ def config(data, path, arm, **kw):
     return resolve_practice(PracticeConfig(data_dir=str(data), run_dir=str(path), **(SOME | own | kw)))
 
 
+def films_of(run): return {(int(f.parent.name[-3:]), f.name.split("-")[0], "-success-" in f.name) for f in (run.path/"videos").glob("*-round-*/*.gif")}
+
+
 def rounds(run): return [load_episodes(path) for path in sorted((run.path/"practice").glob("round-*"))]
 
 
@@ -70,7 +73,8 @@ def test_samples_are_the_labels(data, tmp_path, monkeypatch):
         kept.append(self.data.own)
         real(self)
     monkeypatch.setattr(methods["hg_dagger"], "begin", begin)
-    run = practise(config(data, tmp_path/"run", "hg_dagger late"), say=len)
+    run = practise(config(data, tmp_path/"run", "hg_dagger late", videos=True), say=len)
+    assert films_of(run) == {(r, e.task_id, e.success) for r, of in enumerate(rounds(run)) for e in of}   # a replay that ended otherwise would raise
     labels = kept[-1]
     batch = labels.gather(range(len(labels)))
     assert labels.n_steps == sum(int(e.is_intervention.sum()) for e in sum(rounds(run), []))

@@ -267,7 +267,8 @@ def test_a_new_actor_plays_as_the_policy(data, tmp_path, done):
 
 
 def test_equal_starts_with_other_noise(data, tmp_path):
-    run = practise(config(data, tmp_path/"run", algo="token_grpo", algo_kw=TOKEN["token_grpo"]), say=len)
+    run = practise(config(data, tmp_path/"run", algo="token_grpo", algo_kw=TOKEN["token_grpo"], videos=True), say=len)
+    assert len({f.parent.name for f in (run.path/"videos").glob("*-round-*/*.gif")}) == 2   # of attempts from one start the first is filmed
     episodes = load_episodes(run.path/"practice/round-001.safetensors")
     assert len(episodes) == 6 and len({(e.task_id, e.trial) for e in episodes}) == 2 and len({e.seed for e in episodes}) == 3
     firsts = {e.task_id: [x for x in episodes if x.task_id == e.task_id] for e in episodes}

@@ -42,7 +42,8 @@ policies = Registry("policy", **{
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
 practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy", "rl-best": "clvla.rl.best_of_n:BestOfN",
                                   "rl-noise": "clvla.rl.noise_actor:NoisePolicy", "rl-choice": "clvla.rl.choice:ChoicePolicy",
-                                  "rl-flow": "clvla.rl.flow_gradient:FlowPolicy", "rl-distilled": "clvla.rl.distilled:DistilledPolicy"})
+                                  "rl-flow": "clvla.rl.flow_gradient:FlowPolicy", "rl-distilled": "clvla.rl.distilled:DistilledPolicy",
+                                  "rl-recap": "clvla.rl.recap:RecapPolicy"})
 
 def class_of(name:str):
     "The class of a policy of the menu, or of one that practice made."

@@ -188,6 +188,7 @@ class InPrecision(Engine):
 class Cloning(Method):
     "Imitate the attempts that succeeded, and the demonstrations."
     hooks = True
+    loads = CloningLoader
     def __init__(self,
         seed:int=0,
         updates:int=300,      # after each round
@@ -223,7 +224,7 @@ def enter(self:Cloning, stage):
     "Make the loader and the context of the hooks."
     ctx = self.ctx
     ids = scope_ids(ctx.cl.scope, ctx.stream.ids, stage.t) if ctx.cfg.stream else stage.task_ids   # "seen": of finished tasks, too
-    self.loader = CloningLoader(self.data, ids, self.seed, self.demo_share, self.k)
+    self.loader = self.loads(self.data, ids, self.seed, self.demo_share, self.k)
     self.stage = CLContext(policy=self.policy, stream=self.ctx.stream, data=self.data, loader=self.loader,
                            seed=self.seed, task_id=stage.name, t=stage.t, n_steps=stage.n_steps)
 

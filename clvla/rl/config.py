@@ -127,10 +127,10 @@ def one_suite(cfg:PracticeConfig)->PracticeConfig:
     return replace(cfg, suite=dict(base=cfg.suite, tasks=list(cfg.tasks), name=name), tasks=[])
 
 def absolute_token(cfg:PracticeConfig)->PracticeConfig:
-    "The folder that a token comes from, as an absolute path, as `init_from`."
-    token = cfg.algo_kw.get("token")
-    if not isinstance(token, str) or not ("/" in token or token and Path(token).is_dir()): return cfg
-    return replace(cfg, algo_kw=cfg.algo_kw | dict(token=str(Path(token).expanduser().resolve())))
+    "The folders that a token and logs come from, as absolute paths, as `init_from`."
+    given = {k: cfg.algo_kw[k] for k in ("token", "logs") if isinstance(cfg.algo_kw.get(k), str)}
+    folders = {k: str(Path(v).expanduser().resolve()) for k,v in given.items() if "/" in v or v and Path(v).is_dir()}
+    return replace(cfg, algo_kw=cfg.algo_kw | folders) if folders else cfg
 
 def small_practice(cfg:PracticeConfig)->PracticeConfig:
     "A smoke run: no number larger than those of `SMOKE` and `SMOKE_ALGO`."

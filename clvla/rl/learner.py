@@ -16,6 +16,8 @@ from ..core.seeds import seed_of
 from ..core.trials import trial_number
 from ..data.loader import TaskData
 from ..envs.render import own_gpu
+from ..eval.films import film_firsts
+from ..eval.player import POOL_SEED
 from ..policies.all import load_policy
 from ..policies.base import use_tf32
 from ..policies.weights import load_weights, read_base, save_base, save_policy, stored_weights
@@ -216,6 +218,7 @@ def play_round(self:Practice, stage:Stage):
         method.add(episodes)
         method.begin()
     self.note(stage, r, episodes)
+    if cfg.videos and shell.rank == 0: self.film(stage, r, episodes)
     if cfg.overlap and r+1 < cfg.n_rounds: self.play_ahead(stage, r+1)
 
 @patch
@@ -282,6 +285,17 @@ def round_file(self:Practice, r:int)->Path:
     folder = self.shell.run.path/"practice"
     folder.mkdir(exist_ok=True)
     return folder/f"round-{r:03d}.safetensors"
+
+# %% ../../nbs/rl/21_learner.ipynb #8d9c4102
+@patch
+def film(self:Practice, stage:Stage, r:int, episodes:list):
+    "Draw the first success and the first failure of each task in a round."
+    first = {}
+    for e in episodes: first.setdefault((e.task_id, e.trial), e)
+    records = [dict(task=e.task_id, trial=e.trial, success=e.success) for e in first.values()]
+    folder = self.shell.run.path/"videos"/f"{stage.t:03d}-{stage.name}-round-{r:03d}"
+    film_firsts(records, {start: e.action for start,e in first.items()}, [self.stream[i] for i in stage.task_ids], folder, seed=POOL_SEED,
+                enough=lambda: self.shell.stop.requested)
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000e
 @patch
