@@ -156,6 +156,7 @@ class Comparison:
     def _marked(self, table:pd.DataFrame)->pd.DataFrame: return table.rename(columns=lambda k: k if not self.plan or k == self.plan["endpoint"] else f"{k} (not planned)")
     def _repr_html_(self)->str: return self.table.to_html()
 
+# %% ../nbs/00_api.ipynb #67a8292b
 def compare(
     *runs,           # `Result`s, evaluations, folders, or glob patterns as "runs/mw5-*"
     by="algo",       # settings that tell groups apart, a list or with commas

@@ -160,6 +160,7 @@ def in_parts(
     pieces = [replace(entry, number=first+k, name=f"{entry.name}-part{k}of{n}", **piece(k)) for k in range(n)]
     return [*pieces, replace(entry, number=first+n, after=[*range(first, first+n)])]
 
+# %% ../../nbs/command/05_entries.ipynb #1d9ea628
 def entries_of(
     sweep:Sweep,
     said:dict=None, # settings of all entries that the command gives

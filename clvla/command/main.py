@@ -133,6 +133,7 @@ def of_serve(command:str, words:Words, o):
     runs.serve(runs.one_of(words, command), o)
     return {},""
 
+# %% ../../nbs/command/04_main.ipynb #40e55622
 def of_stats(command:str, words:Words, o):
     "Hold a file of statistics against the frames."
     with loading(): from clvla.command import runs, stats

@@ -26,6 +26,7 @@ def words_of(queue, number:int, plan:Plan)->list:
     words = ["sweep", queue.folder, "--only", number, "--parallel", 1, "--patience", f"{queue.watcher.patience:g}"]
     return [*map(str, words), *["--again"]*plan.again]
 
+# %% ../../nbs/command/07_over_ray.ipynb #7e999925
 def over_ray(
     queue, begin, # as of `local`
     plan:Plan, stop
@@ -44,6 +45,7 @@ def over_ray(
     finally:
         if started: stop_ray()
 
+# %% ../../nbs/command/07_over_ray.ipynb #5bef0e26
 def _follow(ray, queue, task, waiting:list, plan:Plan, stop):
     "Hand tasks out, a few at a time where `parallel` says so, and see them end."
     running,asked = {},False

@@ -169,6 +169,25 @@ def trials_of(
 
 def best_of(known:list)->tuple: return max(known, key=lambda x: x[1])   # of equal ones the first
 
+# %% ../../nbs/command/09_search.ipynb #bcd03113
+def _with(queue:Queue, entries:list)->Queue:
+    "The queue with further entries."
+    more = Queue(queue.folder, [*queue.entries, *entries], queue.watcher.patience, queue.about)
+    more.begin()
+    return more
+
+def _with_trials(queue:Queue, sweep, search:Search, said:dict, todo:list)->Queue:
+    "The queue with the entries of some trials, where it lacks them."
+    begun = [e.own for e in queue.entries]
+    for params in todo:
+        if params not in begun: queue = _with(queue, trial_entries(sweep, search, said, queue.folder, params, len(queue.entries)))
+    return queue
+
+def _done(queue:Queue, cfg:SweepConfig, numbers:list, stop, say, show)->bool:
+    "Do some entries; whether all are done."
+    do_entries(queue, cfg, check_entries(queue, numbers), tuple(numbers), say, show, stop)
+    return all(state_of(queue, queue.entries[k]).state == "done" for k in numbers)
+
 # %% ../../nbs/command/09_search.ipynb #c66a0002
 def do_search(
     cfg:SweepConfig, said:dict, sweep:Sweep,
@@ -198,24 +217,6 @@ def _search(cfg, said, sweep, stop, say, show):
         queue = _with(queue, [evaluation_of(best, queue.folder, len(queue.entries), "report", best.given["n_trials"], 0)])
     report = queue.entries[-1]
     return queue,known,report if _done(queue, cfg, [report.number], stop, say, show) else None
-
-def _with(queue:Queue, entries:list)->Queue:
-    "The queue with further entries."
-    more = Queue(queue.folder, [*queue.entries, *entries], queue.watcher.patience, queue.about)
-    more.begin()
-    return more
-
-def _with_trials(queue:Queue, sweep, search:Search, said:dict, todo:list)->Queue:
-    "The queue with the entries of some trials, where it lacks them."
-    begun = [e.own for e in queue.entries]
-    for params in todo:
-        if params not in begun: queue = _with(queue, trial_entries(sweep, search, said, queue.folder, params, len(queue.entries)))
-    return queue
-
-def _done(queue:Queue, cfg:SweepConfig, numbers:list, stop, say, show)->bool:
-    "Do some entries; whether all are done."
-    do_entries(queue, cfg, check_entries(queue, numbers), tuple(numbers), say, show, stop)
-    return all(state_of(queue, queue.entries[k]).state == "done" for k in numbers)
 
 # %% ../../nbs/command/09_search.ipynb #da865113
 def swept(

@@ -79,6 +79,7 @@ def disk_error(
     no = re.search(r"os error (\d+)", str(e))
     return OSError(int(no[1]), os.strerror(int(no[1]))) if no else OSError(errno.EIO, str(e))
 
+# %% ../../nbs/core/05_state.ipynb #6c87f32f
 def read_tensors(
     path # a safetensors file
 ):       # tensors by name, notes by name

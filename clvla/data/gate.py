@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTED', 'AGAIN', 'SPAN', 'Rows', 'read_rows', 'check_rows', 'check_times', 'read_episodes', 'check_counts',
            'check_data_files', 'Film', 'read_film', 'film_span', 'check_spans', 'declared_size', 'marked_depth',
-           'check_size', 'first_picture', 'Episode', 'Index', 'lerobot_index', 'check_features', 'check_fps']
+           'check_size', 'first_picture', 'Episode', 'Index', 'check_features', 'check_fps', 'lerobot_index']
 
 # %% ../../nbs/data/11_gate.ipynb #476f008b
 import os, re
@@ -86,7 +86,7 @@ def check_rows(
     if (wrong := np.flatnonzero((np.diff(rows.task) != 0) & (within[1:] > 0))).size:
         raise ValueError(f"{path}: episode {rows.episode[wrong[0]]} changes its instruction under way; split it first")
 
-
+# %% ../../nbs/data/11_gate.ipynb #253f6407
 AGAIN = "Fetch or record the data set again, or mend it with LeRobot's own tools (lerobot-edit-dataset)"
 
 def _frames_text(path, rows:Rows, i:int)->str:
@@ -101,6 +101,7 @@ def _frames_text(path, rows:Rows, i:int)->str:
     text = ", ".join(map(str, got[:10]))+(" ..." if n > 10 else "")
     return f"{path}: episode {e} has {n} rows with frame_index {text}, expected 0..{n-1} in order: {what}. {AGAIN}"
 
+# %% ../../nbs/data/11_gate.ipynb #c1a24608
 def check_times(
     path,      # folder of the data set, for the message
     rows:Rows, # of all its frames
@@ -136,6 +137,7 @@ def read_episodes(
     cols = ["episode_index", "length", *(f"videos/{k}/{c}" for k in films for c in SPAN)]
     return [r for f in files for r in read_columns(f, cols, more).to_pylist()]
 
+# %% ../../nbs/data/11_gate.ipynb #1f7f730e
 def check_counts(
     path,          # folder of the data set
     info:dict,     # its meta/info.json
@@ -161,6 +163,7 @@ def check_counts(
             raise ValueError(f"{path}: meta/episodes says of episode {e}: tasks {r['tasks']!r:.200}, its rows have the instruction "
                              f"{text!r:.200}. {AGAIN}")
 
+# %% ../../nbs/data/11_gate.ipynb #2621db0f
 def check_data_files(path, info:dict, rows:Rows, episodes:list):
     "ValueError when a data file that meta/episodes names is not there, or does not hold the episode's first row."
     files = {str(f.relative_to(path)): i for i,f in enumerate(data_files(path))}
@@ -209,6 +212,7 @@ def read_film(file)->Film:
     check_pixels(c.width, c.height, file)
     return film
 
+# %% ../../nbs/data/11_gate.ipynb #fd98e313
 def film_span(
     path,       # folder of a data set
     info:dict,  # its meta/info.json
@@ -228,6 +232,7 @@ def film_span(
                          f"s long; its {n} rows at {fps} a second take {n/fps:.3f} s. {AGAIN}")
     return Path(path)/file_at(info.get("video_path"), f"{path}: 'video_path' of meta/info.json", video_key=key, **got),start,end
 
+# %% ../../nbs/data/11_gate.ipynb #e9c2ce14
 def check_spans(
     path,        # folder of the data set
     spans:dict,  # (column, episode) -> file, begin and end
@@ -305,18 +310,7 @@ class Index:
     images:dict         # column with picture files -> size and mode of the first
     depth:tuple         # columns that hold depth
 
-_known = {}   # folder -> stamp of its files, index
-
-def lerobot_index(
-    path      # folder of a LeRobotDataset v3
-)->Index:
-    "The index of a data set; ValueError when what it says of itself is not what it holds."
-    path = Path(path)
-    lerobot_info(path)
-    now = tuple((str(f),*stamp(regular(f))) for f in lerobot_files(path) if os.path.lexists(f))
-    if _known.get(path, (None,))[0] != now: _known[path] = now,_index(path)
-    return _known[path][1]
-
+# %% ../../nbs/data/11_gate.ipynb #d8501f18
 def check_features(
     info:dict, # meta/info.json
     at         # the data set, for the message
@@ -334,6 +328,19 @@ def check_fps(info:dict, at)->float:
     fps = info.get("fps")
     if type(fps) in (int, float) and 0 < fps < 1e6: return fps
     raise ValueError(f"{at}: 'fps' of meta/info.json is {fps!r}, expected a number above 0")
+
+# %% ../../nbs/data/11_gate.ipynb #60d40917
+_known = {}   # folder -> stamp of its files, index
+
+def lerobot_index(
+    path      # folder of a LeRobotDataset v3
+)->Index:
+    "The index of a data set; ValueError when what it says of itself is not what it holds."
+    path = Path(path)
+    lerobot_info(path)
+    now = tuple((str(f),*stamp(regular(f))) for f in lerobot_files(path) if os.path.lexists(f))
+    if _known.get(path, (None,))[0] != now: _known[path] = now,_index(path)
+    return _known[path][1]
 
 # %% ../../nbs/data/11_gate.ipynb #b43fc84e
 def _index(path:Path)->Index:

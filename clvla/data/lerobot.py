@@ -99,6 +99,7 @@ class _Videos:
         self.open[key] = file,frames,last+half
         return np.stack(got)
 
+# %% ../../nbs/data/07_lerobot.ipynb #34739e15
 def _in_turn(frames, e:Episode, end:float, file)->tuple:
     "A picture for each row, one after the other: where the video has as many a second as there are rows."
     got,last = [],0.
@@ -123,69 +124,7 @@ def _by_time(frames, e:Episode, start:float, rate:float, file)->tuple:
                      f"{want[len(got)]:.4f} s: the nearest is {near:.4f} s away, LeRobot allows {TOLERANCE} s; encode the video at "
                      "the data set's fps")
 
-# %% ../../nbs/data/07_lerobot.ipynb #da0c2175
-def _beyond_memory(index:Index, wanted:list, cams:dict, size, at):
-    "ValueError when the pictures of the longest episode do not fit into the memory that is free."
-    if size is not None and (type(size) is not int or size < 1):
-        raise ValueError(f"image_size is {size!r}, expected a whole number of pixels above 0")
-    if size is not None: check_pixels(size, size, f"image_size {size}")
-    pixels = lambda c: size**2 if size else math.prod(index.info["features"][c]["shape"])
-    needs = 2*3*max((e.length for e in wanted), default=0)*sum(map(pixels, cams.values()))
-    with open("/proc/meminfo") as f: free = next(int(line.split()[1])*1024 for line in f if line.startswith("MemAvailable"))
-    if needs > free:
-        raise ValueError(f"{at}: the longest episode takes {needs/2**30:.1f} GB of memory to decode, {free/2**30:.1f} GB are free; choose "
-                         "a smaller image_size, or split the episode")
-
-def read_lerobot(
-    path,            # folder of a LeRobotDataset v3
-    task_index=None, # numbers of the instructions that are wanted; None = all
-    image_size=None, # h = w to resize to, pixels; None = as stored
-    cameras=None,    # our key -> the data set's column; None = see `camera_map`
-    layout=None      # how others recorded it (page *data/layouts*); None = in the project's own conventions
-):                   # yields episodes
-    "The episodes of a data set that was checked, decoded one after another; only their rows and spans are read."
-    path,layout = Path(path),check_layout(layout or {})
-    own = {STATE: STATE, ACTION: ACTION} | layout.get("columns", {})
-    camera_map(lerobot_info(path), cameras or layout.get("cameras"), path, own)
-    index = lerobot_index(path)
-    feats = index.info["features"]
-    cams = camera_map(index.info, cameras or layout.get("cameras"), path, own, index.depth)
-    wanted = [e for e in index.episodes if task_index is None or e.task_index in task_index]
-    _beyond_memory(index, wanted, cams, image_size, path)
-    for e,pic,t in _decoded(index, cams, wanted, image_size, own.values()):
-        num = {k: _numbers(t[c], f"{path}, episode {e.number}, column {c}", feats[c]) for k,c in own.items()}
-        ep = {**pic, **num, PROMPT: index.said[e.task_index]}
-        yield convert(ep, layout) if layout else ep
-
-def _decoded(index:Index, cams:dict, wanted:list, size, more=()):
-    "Each wanted episode, its pictures by our keys, and its rows with the columns in `more`."
-    feats,videos = index.info["features"],_Videos(index, size)
-    of_rows = [c for c in cams.values() if feats[c]["dtype"] == "image"]
-    at = lambda e,c: f"{index.path}, episode {e.number}, column {c}"
-    for e,t in _tables(index, list(dict.fromkeys([*more, *of_rows, "frame_index"])), wanted):
-        yield e,{k: _pictures(t[c], size, at(e, c), feats[c]) if c in of_rows else videos(c, e) for k,c in cams.items()},t
-
-def episode_pictures(
-    index:Index, # of a data set
-    cams:dict,   # our key -> the data set's column
-    wanted:list  # of its episodes, in order
-):               # yields episodes and their pictures, our key -> (T,h,w,3)
-    "The pictures of some episodes, as they are stored."
-    _beyond_memory(index, wanted, cams, None, index.path)
-    for e,pics,_ in _decoded(index, cams, wanted, None): yield e,pics
-
-def episode_numbers(
-    index:Index, # of a data set
-    columns:dict # our key -> the data set's column
-)->dict:         # our key -> a (T,n) float32 for each episode
-    "The numbers of all episodes, without a picture."
-    out = {k: [] for k in columns}
-    for e,t in _tables(index, list(columns.values()), index.episodes):
-        for k,c in columns.items():
-            out[k].append(_numbers(t[c], f"{index.path}, episode {e.number}, column {c}", index.info["features"][c]))
-    return out
-
-# %% ../../nbs/data/07_lerobot.ipynb #8cb4bf1f
+# %% ../../nbs/data/07_lerobot.ipynb #597b4917
 def _numbers(column, where:str, feature:dict)->np.ndarray:
     "A column as finite (T,n) float32."
     with reading(where):
@@ -212,6 +151,7 @@ def _pictures(column, size, where:str, feature:dict)->np.ndarray:
     shape = declared_size(feature)
     return np.stack([_picture(data, size, shape, f"{where}, frame {t}") for t,data in enumerate(files)])
 
+# %% ../../nbs/data/07_lerobot.ipynb #8cb4bf1f
 def _batches(index:Index, cols:list, wanted:list):
     "First row, counted over all files, and table of up to 512 rows, from the row groups in which wanted episodes lie."
     import pyarrow as pa
@@ -246,6 +186,70 @@ def _tables(index:Index, cols:list, wanted:list):
             yield e,pa.concat_tables(parts)
             todo.pop()
             parts = []
+
+# %% ../../nbs/data/07_lerobot.ipynb #f9d9fd1a
+def _beyond_memory(index:Index, wanted:list, cams:dict, size, at):
+    "ValueError when the pictures of the longest episode do not fit into the memory that is free."
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(f"image_size is {size!r}, expected a whole number of pixels above 0")
+    if size is not None: check_pixels(size, size, f"image_size {size}")
+    pixels = lambda c: size**2 if size else math.prod(index.info["features"][c]["shape"])
+    needs = 2*3*max((e.length for e in wanted), default=0)*sum(map(pixels, cams.values()))
+    with open("/proc/meminfo") as f: free = next(int(line.split()[1])*1024 for line in f if line.startswith("MemAvailable"))
+    if needs > free:
+        raise ValueError(f"{at}: the longest episode takes {needs/2**30:.1f} GB of memory to decode, {free/2**30:.1f} GB are free; choose "
+                         "a smaller image_size, or split the episode")
+
+# %% ../../nbs/data/07_lerobot.ipynb #da0c2175
+def read_lerobot(
+    path,            # folder of a LeRobotDataset v3
+    task_index=None, # numbers of the instructions that are wanted; None = all
+    image_size=None, # h = w to resize to, pixels; None = as stored
+    cameras=None,    # our key -> the data set's column; None = see `camera_map`
+    layout=None      # how others recorded it (page *data/layouts*); None = in the project's own conventions
+):                   # yields episodes
+    "The episodes of a data set that was checked, decoded one after another; only their rows and spans are read."
+    path,layout = Path(path),check_layout(layout or {})
+    own = {STATE: STATE, ACTION: ACTION} | layout.get("columns", {})
+    camera_map(lerobot_info(path), cameras or layout.get("cameras"), path, own)
+    index = lerobot_index(path)
+    feats = index.info["features"]
+    cams = camera_map(index.info, cameras or layout.get("cameras"), path, own, index.depth)
+    wanted = [e for e in index.episodes if task_index is None or e.task_index in task_index]
+    _beyond_memory(index, wanted, cams, image_size, path)
+    for e,pic,t in _decoded(index, cams, wanted, image_size, own.values()):
+        num = {k: _numbers(t[c], f"{path}, episode {e.number}, column {c}", feats[c]) for k,c in own.items()}
+        ep = {**pic, **num, PROMPT: index.said[e.task_index]}
+        yield convert(ep, layout) if layout else ep
+
+def _decoded(index:Index, cams:dict, wanted:list, size, more=()):
+    "Each wanted episode, its pictures by our keys, and its rows with the columns in `more`."
+    feats,videos = index.info["features"],_Videos(index, size)
+    of_rows = [c for c in cams.values() if feats[c]["dtype"] == "image"]
+    at = lambda e,c: f"{index.path}, episode {e.number}, column {c}"
+    for e,t in _tables(index, list(dict.fromkeys([*more, *of_rows, "frame_index"])), wanted):
+        yield e,{k: _pictures(t[c], size, at(e, c), feats[c]) if c in of_rows else videos(c, e) for k,c in cams.items()},t
+
+# %% ../../nbs/data/07_lerobot.ipynb #a5ce371b
+def episode_pictures(
+    index:Index, # of a data set
+    cams:dict,   # our key -> the data set's column
+    wanted:list  # of its episodes, in order
+):               # yields episodes and their pictures, our key -> (T,h,w,3)
+    "The pictures of some episodes, as they are stored."
+    _beyond_memory(index, wanted, cams, None, index.path)
+    for e,pics,_ in _decoded(index, cams, wanted, None): yield e,pics
+
+def episode_numbers(
+    index:Index, # of a data set
+    columns:dict # our key -> the data set's column
+)->dict:         # our key -> a (T,n) float32 for each episode
+    "The numbers of all episodes, without a picture."
+    out = {k: [] for k in columns}
+    for e,t in _tables(index, list(columns.values()), index.episodes):
+        for k,c in columns.items():
+            out[k].append(_numbers(t[c], f"{index.path}, episode {e.number}, column {c}", index.info["features"][c]))
+    return out
 
 # %% ../../nbs/data/07_lerobot.ipynb #bd12b595
 def _check_parts(
@@ -288,6 +292,7 @@ def what_it_holds(
         out |= {f"data set {i}, {name}": digest[:12] for name,digest in part["files"].items()}
     return out
 
+# %% ../../nbs/data/07_lerobot.ipynb #691f1820
 def _of_before(
     out:Path,    # a frame store whose source has form 1: sizes of files
     source:dict, # as `fingerprint` gives it today
@@ -353,6 +358,7 @@ def _form(out:Path):
     source = meta.get("source") if isinstance(meta, dict) else None
     return source.get("form") if isinstance(source, dict) and source.get("kind") == "lerobot" else FORM
 
+# %% ../../nbs/data/07_lerobot.ipynb #8bfdf022
 def import_lerobot(
     paths,                 # folder or folders of LeRobotDataset v3
     out_dir,               # a folder per task is made in it

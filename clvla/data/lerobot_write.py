@@ -38,6 +38,7 @@ def features(
     return {k: pic(v) if k.startswith(IMAGES) else dict(dtype="float32", shape=list(v.shape[1:]), names=None)
             for k,v in ep.items() if k != PROMPT}
 
+# %% ../../nbs/data/06_lerobot_write.ipynb #f681b307
 def encode_png(
     image # (h,w,3) uint8
 )->bytes:
@@ -56,6 +57,7 @@ def _open(data:bytes, where):
     check_pixels(*img.size, where)
     return img
 
+# %% ../../nbs/data/06_lerobot_write.ipynb #55f53608
 @contextmanager
 def picture_file(
     where # what is being read, for the message
@@ -66,6 +68,7 @@ def picture_file(
     except Exception as e:
         with reading(where): raise e
 
+# %% ../../nbs/data/06_lerobot_write.ipynb #aff4fe09
 ORIENTATION = 274   # EXIF tag: how a picture must be turned
 
 def image_header(
@@ -77,6 +80,7 @@ def image_header(
     turned = img.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
     return (img.size if turned else img.size[::-1]),img.mode
 
+# %% ../../nbs/data/06_lerobot_write.ipynb #6983160a
 def decode_image(
     data:bytes,         # a PNG or JPEG file
     size=None,          # h = w to resize to, pixels; None = as stored

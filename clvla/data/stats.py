@@ -36,6 +36,7 @@ def array_stats(
     return {**{k: v.tolist() for k,v in d.items()}, "count": len(x), "constant": [k == 1 for k in kinds],
             "binary": [k == 2 for k in kinds]}
 
+# %% ../../nbs/data/02_stats.ipynb #6c8ba017
 def compute_stats(
     stores # a frame store or several; anything with `n_actions` and arrays `state` (N,S) and `action` (N,A)
 )->dict:   # key -> statistics; discrete actions have those of `identity_stats`
@@ -47,6 +48,7 @@ def compute_stats(
     return {STATE: array_stats(np.concatenate([s.state for s in stores])),
             ACTION: of_actions(np.concatenate([s.action for s in stores]))}
 
+# %% ../../nbs/data/02_stats.ipynb #7d707f18
 def most_actions(
     stores # frame stores
 )->int|None:

@@ -37,6 +37,7 @@ def kind_of(
         raise ValueError(f"kinds[{spec['kind']!r}] is {kind!r}, expected a Kind; register Kind(env=YourEnvironment)")
     return kind
 
+# %% ../../nbs/envs/06_all.ipynb #56d2b116
 def check_perturbs(
     tasks:list # as they are evaluated
 ):
@@ -55,6 +56,7 @@ def perturbed(
     check_perturbs(changed)
     return changed
 
+# %% ../../nbs/envs/06_all.ipynb #b27a7717
 def make_env(
     spec:dict,         # "kind" and "name" of the task, and what the kind understands besides
     image_size:int=48, # height and width of a picture, pixels

@@ -17,6 +17,19 @@ from .perturb import Scene
 GOALS = dict(left=(-.8, 0.), right=(.8, 0.), up=(0., .8), down=(0., -.8))     # in a square from -1 to 1
 MOVES = np.array([(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)], np.float32)      # what the discrete actions do
 
+# %% ../../nbs/envs/05_dot.ipynb #08cbad09
+def _draw_dot(out, x):
+    "A bright square in a picture (n,n,3) of the square from -1 to 1, at the place `x`."
+    n = len(out)
+    row,column,r = int((1-x[1])/2*(n-1)),int((1+x[0])/2*(n-1)),max(1, n//12)
+    out[max(0, row-r):row+r+1, max(0, column-r):column+r+1] = 250,200,60
+
+def _towards(way, discrete:bool):
+    "The action that leads along `way` (2,), the rest of the way to the goal."
+    if not discrete: return np.clip(5*way, -1, 1)
+    return np.array([np.argmax(MOVES@np.where(np.abs(way) == np.abs(way).max(), way, 0))], np.float32)
+
+# %% ../../nbs/envs/05_dot.ipynb #a5acd107
 class Dot(Env):
     "A dot in a square that has to reach a goal; a full action moves it by .2."
     kind,state_dim,action_dim,views = "dot",2,2,("front", "wrist")
@@ -49,17 +62,10 @@ class Dot(Env):
         n = self.sizes[camera]
         if out is None: out = np.empty((n, n, 3), np.uint8)
         out[:] = 40 if camera == "front" else int(127+100*self.x[1])
-        if camera == "front":
-            row,column,r = int((1-self.x[1])/2*(n-1)),int((1+self.x[0])/2*(n-1)),max(1, n//12)
-            out[max(0, row-r):row+r+1, max(0, column-r):column+r+1] = 250,200,60
+        if camera == "front": _draw_dot(out, self.x)
         return out
 
-    def expert(self):
-        "Straight to the goal; with discrete actions along the axis that is further off."
-        way = self.goal-self.x
-        if self.n_actions is None: return np.clip(5*way, -1, 1)
-        return np.array([np.argmax(MOVES@np.where(np.abs(way) == np.abs(way).max(), way, 0))], np.float32)
-
+    def expert(self): return _towards(self.goal-self.x, self.n_actions is not None)
     def close(self): pass
 
 # %% ../../nbs/envs/05_dot.ipynb #741d6b03

@@ -208,6 +208,7 @@ class Result:
         for reward in self.rewards.tolist(): total += reward
         return total
 
+# %% ../../nbs/envs/03_pool.ipynb #b556641a
 @patch
 def _result(self:EnvPool, slot, s)->Result:
     "What the shared memory holds for a slot."

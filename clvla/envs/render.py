@@ -159,6 +159,20 @@ class _Upload:
         gl_context()
         self.con = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
 
+# %% ../../nbs/envs/04_render.ipynb #2f8e0c1f
+def _borrow(key:tuple, model):
+    "The upload of a name, a size and a cell, with one user more."
+    if key not in _UPLOADS: _UPLOADS[key] = _Upload(model, *key[1:])
+    _UPLOADS[key].users += 1
+    return _UPLOADS[key]
+
+def _give_back(key:tuple):
+    "One user less."
+    _UPLOADS[key].users -= 1
+    if _UPLOADS[key].users: return
+    gl_context()
+    _UPLOADS.pop(key).con.free()
+
 # %% ../../nbs/envs/04_render.ipynb #6dab3ffd
 class FastRenderer:
     "Draws one simulation: no shadows, reflections, haze or multisampling; close it when done."
@@ -172,12 +186,9 @@ class FastRenderer:
         import mujoco
         self.model,self.data,self.size = model,data,size
         self.camera = free_camera() if camera is None else camera
-        name = share or id(self)
-        self.key = name,size,cell
-        if self.key not in _UPLOADS: _UPLOADS[self.key] = _Upload(model, size, cell)
-        self.up,self.rect = _UPLOADS[self.key],mujoco.MjrRect(0, 0, size, size)
+        self.key = share or id(self),size,cell
+        self.up,self.rect = _borrow(self.key, model),mujoco.MjrRect(0, 0, size, size)
         self.raw = np.empty((size, size, 3), np.uint8)
-        self.up.users += 1
         self.scene,self.option = mujoco.MjvScene(model, maxgeom=1000),mujoco.MjvOption()
         self.things = []   # drawn besides the model: (shape, (3,) half sizes, (3,) place in metres, (4,) colour)
         flag = mujoco.mjtRndFlag
@@ -199,9 +210,5 @@ class FastRenderer:
         return out
 
     def close(self):
-        if self.up is None: return
-        self.up.users -= 1
-        if not self.up.users:
-            gl_context()
-            _UPLOADS.pop(self.key).con.free()
+        if self.up is not None: _give_back(self.key)
         self.up = None

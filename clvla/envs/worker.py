@@ -57,6 +57,7 @@ def carry_out(memory, envs, command, like)->dict:
     memory["seconds"][slot] = (rest, 0, envs.drawing) if "trial" in command else (0, rest, envs.drawing)
     return dict(task_id=env.task_id, prompt=env.prompt) if "trial" in command else {}
 
+# %% ../../nbs/envs/07_worker.ipynb #10f38e19
 def act(memory, env, slot, command, out)->tuple:
     "Carry out a chunk; the observations that were asked for are drawn where the parent reads them."
     watch = {step: {IMAGES+c: memory["watched."+IMAGES+c][slot,step-1] for c in env.cameras}
@@ -77,6 +78,7 @@ def write_expert(memory, slot, actions, plan):
         memory["action"][slot,:len(done),:done.shape[1]] = done
     if plan is not None: memory["plan"][slot,:len(plan),:plan.shape[1]] = plan
 
+# %% ../../nbs/envs/07_worker.ipynb #fe99c01a
 def write_obs(memory, index, obs, prefix=""):
     "Copy an observation into the memory; `index` is a slot, or (slot, step-1) for one inside a chunk."
     for key,value in obs.items():

@@ -86,6 +86,7 @@ def columns(stream:dict)->tuple:
     ids = [t["id"] for t in stream["tasks"]]
     return tuple(dict.fromkeys([*(s for s in stream["stages"] if s in ids), *ids]))
 
+# %% ../../nbs/eval/08_compare.ipynb #6441a329
 def folders_of(
     runs # list of folders, or one string: folders and glob patterns, separated by commas
 )->dict: # folder -> whether it was named itself, and not found by a pattern
@@ -146,6 +147,7 @@ def label(run:Run, by)->str:
     words = [str(name) if k == "algo" else f"{k}={run.config[k]}" for k in by]
     return " ".join(words + [k for k in CONTROLS if k not in by and run.config.get(k)])
 
+# %% ../../nbs/eval/08_compare.ipynb #6bc54b2c
 def group(
     runs,                  # of Run
     by=("algo",),          # settings that tell groups apart
@@ -169,6 +171,7 @@ def group(
     if "suite" not in by: check_envs_alike(runs)
     return groups
 
+# %% ../../nbs/eval/08_compare.ipynb #3f15cf2d
 def check_envs_alike(
     runs # of Run, on the same tasks
 ):

@@ -96,6 +96,7 @@ def of_hash(plan:dict, stored, who:str)->list:
 
 def names_of(plan:dict)->list: return [plan["baseline"], *plan["methods"]]
 
+# %% ../../nbs/eval/14_followed.ipynb #06d13b15
 def of_runs(
     plan:dict,
     runs:list # of `Run`
@@ -218,6 +219,7 @@ def unsaid(plan:dict, r)->list:
     if r.name not in names_of(plan): return []
     return ["under which plan it was begun"]*(r.plan is None)+["which seeds its episodes have"]*(r.episodes is None)
 
+# %% ../../nbs/eval/14_followed.ipynb #53751719
 def _of_plan(plan:dict, r):
     "The episodes of planned seeds."
     return r.episodes.assign(seed=seeds_of(r))[lambda t: t.seed.isin(plan["seeds"])]
@@ -237,6 +239,7 @@ def result_test(plan:dict, a, b)->Planned:
     keys = lambda r: {(s, t, i): bool(x) for t,i,s,x in _of_plan(plan, r)[COLUMNS].itertuples(index=False)}
     return by_pairs(plan, a.name, keys(a), keys(b))
 
+# %% ../../nbs/eval/14_followed.ipynb #2800a91a
 def follow_results(
     plan:dict,
     results:list,    # of `Results`

@@ -35,6 +35,7 @@ def of_counts(name:str, form:str, stages:list, tasks:list, cells:dict)->Matrix: 
     none = np.zeros(len(tasks))
     return Matrix(name, form, SuccessMatrix(tuple(stages), tuple(tasks), k, n, none, none), None, ["it has counts, so its trials do not pair"])
 
+# %% ../../nbs/eval/17_matrices.ipynb #93560b05
 def of_alphabrain(name:str, folder:Path)->Matrix|None: # None where there is no such log
     "The matrix of a folder of logs; ValueError for logs that are not of one stream."
     found = {}
@@ -53,6 +54,7 @@ def of_alphabrain(name:str, folder:Path)->Matrix|None: # None where there is no 
     cells = {(k, t): (int(x.k), int(x.n)) for k,(_,c) in found.items() for t,x in c.iterrows()}
     return of_counts(name, "AlphaBrain's logs", stages, tasks, cells)
 
+# %% ../../nbs/eval/17_matrices.ipynb #00c30106
 def of_table(name:str, path:Path, n:int)->Matrix:
     "The matrix of a CSV file with so many trials a cell; ValueError for one that is none, or a share of no count."
     try: t = pd.read_csv(path, index_col=0)
@@ -66,6 +68,7 @@ def of_table(name:str, path:Path, n:int)->Matrix:
     cells = {(s, j): (counted(f"{name}, {stages[s]} on {j}", scale*R[s, c], n), n) for s in range(len(stages)) for c,j in enumerate(tasks) if not np.isnan(R[s, c])}
     return of_counts(name, f"a table of {n} trials a cell", stages, tasks, cells)
 
+# %% ../../nbs/eval/17_matrices.ipynb #ba91ad07
 def of_run(name:str, path:Path)->Matrix:
     "The matrix of a run of ours."
     run = read_run(path)
@@ -99,6 +102,7 @@ def terms(m:SuccessMatrix)->dict: # metric -> (...,D) what it is the mean of
     kept = {k: [np.asarray(s.value, float) for s in ss if s.cells or k == "LIBERO NBT" and not np.isnan(s.value).all()] for k,ss in scores.items()}
     return {k: np.stack(x, -1) for k,x in kept.items() if x}
 
+# %% ../../nbs/eval/17_matrices.ipynb #cc657b0a
 def drawn(x:Matrix, n_boot:int, seed:int, run:int=0)->SuccessMatrix: # a stack
     "Matrices as other initial states might have given them."
     if x.out is not None: return resample(x.out, n_boot, seed, run)

@@ -120,11 +120,6 @@ class Policy(nn.Module):
     def encode(self, obs:dict, tokens:bool=False)->Context:
         raise NotImplementedError(f"{type(self).__name__} needs encode(obs, tokens=False)")
 
-    @property
-    def needs_noise(self)->bool: return self.head.needs_noise
-    def chunk_noise(self, generator=None): return self.head.chunk_noise(generator)
-    @property
-    def noise_size(self)->int: return self.A # numbers that an action's noise has
     def prepare(self, batch:dict)->dict: return batch # called ahead of the step, in the loader's thread
 
     def forward(self, batch:dict, *, noise=None, time=None, reduction:str="mean"):
@@ -134,22 +129,33 @@ class Policy(nn.Module):
         loss,out = self.losses(batch, noise, time)
         return (loss.mean() if reduction == "mean" else loss),out
 
-    def losses(self, batch:dict, noise, time)->tuple:
-        "What `forward` gives, with one loss per sample."
-        ctx = replace(encoded(self, batch), n_actions=batch.get(N_ACTIONS))
-        loss,out = self.head.loss(ctx, batch[ACTION], batch[PAD], noise, time)
-        return loss,out | dict(pooled=ctx.pooled)
+# %% ../../nbs/policies/00_base.ipynb #ab982308
+@patch(as_prop=True)
+def needs_noise(self:Policy)->bool: return self.head.needs_noise
+@patch
+def chunk_noise(self:Policy, generator=None): return self.head.chunk_noise(generator)
+@patch(as_prop=True)
+def noise_size(self:Policy)->int: return self.A # numbers that an action's noise has
 
-    @torch.no_grad()
-    @in_precision
-    def predict_chunk(self, obs:dict, *, n:int=1, noise=None, generator=None)->Tensor:
-        "Normalised actions (B,H,A) for B observations; with n > 1 (B,n,H,A) from one encoding, `noise` likewise."
-        noise = chunks_noise(self, len(obs[STATE]), n, noise, generator)
-        return self.chunks(obs, n, noise if noise is None else noise.to(obs[STATE].device))
+@patch
+def losses(self:Policy, batch:dict, noise, time)->tuple:
+    "What `forward` gives, with one loss per sample."
+    ctx = replace(encoded(self, batch), n_actions=batch.get(N_ACTIONS))
+    loss,out = self.head.loss(ctx, batch[ACTION], batch[PAD], noise, time)
+    return loss,out | dict(pooled=ctx.pooled)
 
-    def chunks(self, obs:dict, n:int, noise)->Tensor:
-        "What `predict_chunk` gives, from noise that fits."
-        return self.head.sample(replace(encoded(self, obs), n_actions=obs.get(N_ACTIONS)), noise)
+@patch
+@torch.no_grad()
+@in_precision
+def predict_chunk(self:Policy, obs:dict, *, n:int=1, noise=None, generator=None)->Tensor:
+    "Normalised actions (B,H,A) for B observations; with n > 1 (B,n,H,A) from one encoding, `noise` likewise."
+    noise = chunks_noise(self, len(obs[STATE]), n, noise, generator)
+    return self.chunks(obs, n, noise if noise is None else noise.to(obs[STATE].device))
+
+@patch
+def chunks(self:Policy, obs:dict, n:int, noise)->Tensor:
+    "What `predict_chunk` gives, from noise that fits."
+    return self.head.sample(replace(encoded(self, obs), n_actions=obs.get(N_ACTIONS)), noise)
 
 # %% ../../nbs/policies/00_base.ipynb #b6a25349
 def encoded(
@@ -303,6 +309,7 @@ def lr_of(self:Policy,
     "Learning rates of parts that do not learn at `lr`."
     return {}
 
+# %% ../../nbs/policies/00_base.ipynb #6254810c
 @patch
 def prompt_ids(self:Policy, text:str)->tuple|None:
     "What the policy reads of an instruction, as numbers of its table; None: it reads none, or does not say."

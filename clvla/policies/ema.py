@@ -8,6 +8,7 @@ __all__ = ['ema_decay', 'trained', 'EMA']
 # %% ../../nbs/policies/05_ema.ipynb #f2eb452c
 import torch
 from contextlib import contextmanager
+from fastcore.basics import patch
 from torch import nn
 
 # %% ../../nbs/policies/05_ema.ipynb #ff8026ed
@@ -55,15 +56,6 @@ class EMA:
         shadow,weights = self._pairs(model)
         torch._foreach_copy_(weights, shadow)
 
-    @contextmanager
-    def swap(self, model:nn.Module):
-        "Let the model be the average inside a `with` block."
-        kept = [p.clone() for p in self._pairs(model)[1]]
-        self.copy_to(model)
-        try: yield model
-        finally:
-            with torch.no_grad(): torch._foreach_copy_(self._pairs(model)[1], kept)
-
     def restart(self, model:nn.Module):
         "Begin a new average at the model's present weights."
         self.s = 0
@@ -76,3 +68,14 @@ class EMA:
         if list(state["shadow"]) != list(self.shadow): raise ValueError("the stored average has other parameters")
         self.decay,self.s = state["decay"],state["s"]
         for k,v in state["shadow"].items(): self.shadow[k].copy_(v)
+
+# %% ../../nbs/policies/05_ema.ipynb #23534d26
+@patch
+@contextmanager
+def swap(self:EMA, model:nn.Module):
+    "Let the model be the average inside a `with` block."
+    kept = [p.clone() for p in self._pairs(model)[1]]
+    self.copy_to(model)
+    try: yield model
+    finally:
+        with torch.no_grad(): torch._foreach_copy_(self._pairs(model)[1], kept)

@@ -8,6 +8,7 @@ __all__ = ['heads', 'masked_mean', 'OneAnswer', 'L1Head', 'refuse_noise', 'beta_
 
 # %% ../../nbs/policies/01_heads.ipynb #fcabffea
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from ..core.names import Registry
@@ -112,12 +113,14 @@ class FlowHead(nn.Module):
         pred = self.velocity(self.read(ctx), x, time)
         return masked_mean((pred-(noise-action[:,None]))**2, pad),dict(pred=pred)
 
-    def sample(self, ctx:Context, noise:Tensor)->Tensor:
-        "Carry noise (B,H,A) to chunks (B,H,A), or (B,n,H,A) to (B,n,H,A)."
-        x = (noise if noise.ndim == 4 else noise[:,None]).to(ctx.pooled.device)
-        h,n = self.read(ctx),self.n_euler
-        for i in range(n): x = x - self.velocity(h, x, x.new_full(x.shape[:2], 1-i/n))/n
-        return x if noise.ndim == 4 else x[:,0]
+# %% ../../nbs/policies/01_heads.ipynb #9268b81c
+@patch
+def sample(self:FlowHead, ctx:Context, noise:Tensor)->Tensor:
+    "Carry noise (B,H,A) to chunks (B,H,A), or (B,n,H,A) to (B,n,H,A)."
+    x = (noise if noise.ndim == 4 else noise[:,None]).to(ctx.pooled.device)
+    h,n = self.read(ctx),self.n_euler
+    for i in range(n): x = x - self.velocity(h, x, x.new_full(x.shape[:2], 1-i/n))/n
+    return x if noise.ndim == 4 else x[:,0]
 
 # %% ../../nbs/policies/01_heads.ipynb #b1a51bc0
 def check_noise(

@@ -128,14 +128,6 @@ class Tiny(Policy):
         self.blocks = nn.ModuleList(Block(D) for _ in range(n_blocks))
         self.norm,self.head = nn.LayerNorm(D),make_head(head, D, H, action_dim, n_actions)
 
-    @classmethod
-    def check(cls, **config):
-        config = super().check(**config)
-        check_count(cls.__name__, "D", config["D"], least=4, multiple=4) # the attention has 4 heads
-        for k,least in dict(n_blocks=1, max_words=1, n_rows=2).items(): check_count(cls.__name__, k, config[k], least)
-        check_head(cls.__name__, config["head"], config["action_dim"], config["n_actions"])
-        return config
-
     def encode(self, obs, tokens=False):
         x,mask,spans = embed(self, obs)
         for block in self.blocks[:-1]: x = block(x, mask[:,None,None])
@@ -143,6 +135,15 @@ class Tiny(Policy):
         return Context(pooled=x[:,0], tokens=x if tokens else None, mask=mask, spans=spans)
 
     def prompt_ids(self, text): return word_ids(text, self.config["n_rows"])
+
+# %% ../../nbs/policies/02_tiny.ipynb #f75bf224
+@patch(cls_method=True)
+def check(cls:Tiny, **config):
+    config = super(Tiny, cls).check(**config)
+    check_count(cls.__name__, "D", config["D"], least=4, multiple=4) # the attention has 4 heads
+    for k,least in dict(n_blocks=1, max_words=1, n_rows=2).items(): check_count(cls.__name__, k, config[k], least)
+    check_head(cls.__name__, config["head"], config["action_dim"], config["n_actions"])
+    return config
 
 # %% ../../nbs/policies/02_tiny.ipynb #bdc6ad7f
 @patch(cls_method=True)

@@ -6,7 +6,7 @@
 __all__ = ['HOSTS', 'SIMPLE', 'NOT_PARAMETERS', 'PAGES', 'VISIBLE', 'CHOSEN', 'RunConfig', 'table', 'hosts', 'world_of',
            'threads_of', 'typed', 'literal', 'value_of', 'make_config', 'settings_at', 'a_dict', 'put_setting',
            'owner_of', 'way_to', 'settings_of', 'setting_value', 'from_page', 'cl_parts', 'cl_settings', 'sorted_cl',
-           'papermill_command', 'work_in_project', 'page_begins', 'check_values', 'check_most', 'check_settings',
+           'papermill_command', 'work_in_project', 'page_begins', 'check_most', 'check_settings', 'check_values',
            'check_machine', 'check_workers', 'resident_gb', 'count_gpus', 'device_of', 'gpu_numbers', 'chosen_gpus',
            'use_gpus', 'gpus_said', 'with_folders', 'stream_name', 'folder_name', 'in_own_folder', 'resolve',
            'numbers_of', 'resolve_here', 'identity', 'differences', 'read_config', 'refuse_twice', 'given_twice',
@@ -295,6 +295,29 @@ def page_begins(
     work_in_project()
     return set(names)
 
+# %% ../../nbs/run/07_config.ipynb #c308cb1c
+def check_most(
+    name:str, # of a setting
+    v,        # its value; None: it is filled in later
+    most      # the largest that a run can end with
+):
+    "ValueError for a number that no run could end with."
+    if v is None or v <= most: return
+    years = f"; at a thousand a second {v:.0e} take {v/1000/3.15e7:,.0f} years" if v > 10**12 else ""
+    raise ValueError(f"{name} is {v}, expected at most {most}{years}; set it to what this run needs")
+
+def check_settings(
+    name:str,   # the place, as in "algo_kw"
+    who:str,    # whose settings they are
+    known:dict, # setting -> type
+    given:dict  # setting -> value
+):
+    "ValueError for a setting that its owner does not have."
+    for k in given:
+        if k in known: continue
+        hint = closest(k, known) if known else "; it takes no settings"
+        raise ValueError(f"{name}: {who} has no setting {k!r}{hint}")
+
 # %% ../../nbs/run/07_config.ipynb #b0700013
 def check_values(
     cfg:RunConfig # settings to look at
@@ -318,28 +341,6 @@ def check_values(
     for place,(who,known) in cls.settings(vars(cfg)).items():
         check_settings(place, who, known, settings_at(vars(cfg), place))
     return cfg
-
-def check_most(
-    name:str, # of a setting
-    v,        # its value; None: it is filled in later
-    most      # the largest that a run can end with
-):
-    "ValueError for a number that no run could end with."
-    if v is None or v <= most: return
-    years = f"; at a thousand a second {v:.0e} take {v/1000/3.15e7:,.0f} years" if v > 10**12 else ""
-    raise ValueError(f"{name} is {v}, expected at most {most}{years}; set it to what this run needs")
-
-def check_settings(
-    name:str,   # the place, as in "algo_kw"
-    who:str,    # whose settings they are
-    known:dict, # setting -> type
-    given:dict  # setting -> value
-):
-    "ValueError for a setting that its owner does not have."
-    for k in given:
-        if k in known: continue
-        hint = closest(k, known) if known else "; it takes no settings"
-        raise ValueError(f"{name}: {who} has no setting {k!r}{hint}")
 
 # %% ../../nbs/run/07_config.ipynb #b0700015
 def check_machine(
@@ -594,6 +595,7 @@ def files_of(
         if option in ("-p", "--parameters", "-r", "--parameters_raw"): beside.add(word)
     return in_files,beside
 
+# %% ../../nbs/run/07_config.ipynb #c55c8721
 def fitted(
     cls,        # a config's class
     given:dict, # name -> value, all that a page was given
@@ -625,6 +627,7 @@ def _has(places:dict, name:str, field:str="")->bool:
     of = {place: names for place,(_,names) in places.items() if not field or place.partition(".")[0] == field}
     return any(name in names or field and place == f"{field}.{name}" for place,names in of.items())
 
+# %% ../../nbs/run/07_config.ipynb #b01cca22
 def page_config(
     cls,        # the config's class
     names:dict, # `globals()` of the page

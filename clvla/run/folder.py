@@ -195,6 +195,7 @@ def interruption(self:RunFolder)->str:
     return (f"process {last['pid']} on {last['host']}, which wrote here since {last['since']}, was killed or lost its "
             f"machine, and left no message: {cause}; the same command goes on from the last checkpoint")
 
+# %% ../../nbs/run/00_folder.ipynb #a56c9a0c
 @patch
 def note_stopped(self:RunFolder, **position):
     "Record that the run was asked to stop, and where."
@@ -344,16 +345,18 @@ class Cost:
         "Write the file."
         write_json(self.path, dict(seconds=self.seconds, core_seconds=self.cores, peak_memory_gb=peak_memory(), **self.spent))
 
-    @contextmanager
-    def measure(self,
-        phase:str, # of the `with` block
-        without=() # other phases, whose seconds inside the block are theirs alone
-    ):
-        "Add the seconds of a `with` block to a phase."
-        others = lambda seconds: sum(seconds.get(other, 0) for other in without)
-        now = lambda: (time.monotonic()-others(self.seconds), core_seconds()-others(self.cores))
-        start,computed = now()
-        try: yield
-        finally:
-            end,after = now()
-            self.add(phase, end-start, after-computed)
+# %% ../../nbs/run/00_folder.ipynb #fa7e380d
+@patch
+@contextmanager
+def measure(self:Cost,
+    phase:str, # of the `with` block
+    without=() # other phases, whose seconds inside the block are theirs alone
+):
+    "Add the seconds of a `with` block to a phase."
+    others = lambda seconds: sum(seconds.get(other, 0) for other in without)
+    now = lambda: (time.monotonic()-others(self.seconds), core_seconds()-others(self.cores))
+    start,computed = now()
+    try: yield
+    finally:
+        end,after = now()
+        self.add(phase, end-start, after-computed)

@@ -85,6 +85,7 @@ def launch_nodes(
         if own.poll() is None: kill_all(own.pid)
         end_steps(others, grace)
 
+# %% ../../nbs/run/24_nodes.ipynb #84ddb410
 def end_steps(others:list, grace:float):
     "Let the launchers of other nodes end by themselves, as they do after the first one, and then end their steps."
     until = time.monotonic()+grace
@@ -103,6 +104,7 @@ def follow_own(own, others:list, flag, grace:float)->int:
         time.sleep(.1)
     return own.returncode
 
+# %% ../../nbs/run/24_nodes.ipynb #7b215311
 def after_loss(
     others:list,    # the `srun` of each other node
     flag,           # a `StopFlag`

@@ -72,30 +72,34 @@ class Queue:
             raise ValueError(f"{path} is not what a sweep writes ({e}); put the file back") from e
         return cls(folder, entries, patience, said)
 
-    def check(self):
-        "ValueError when the folder cannot be this sweep's; writes nothing."
-        check_folder(self.folder, "folder", write=True)
-        if (self.folder/"sweep.json").exists(): return self._check_same(Queue.open(self.folder).entries)
-        if self.folder.is_dir() and os.listdir(self.folder):
-            raise ValueError(f"{self.folder} is not empty and no sweep (no sweep.json); choose another folder")
-
-    def _check_same(self, old:list):
-        for a,b in zip(old, [*self.entries, *[None]*len(old)]):
-            if a == b: continue
-            now = f"{b.experiment} {b.own}" if b else "nothing"
-            shared = ", with other settings that all share" if b and a.own == b.own else ""
-            raise ValueError(f"{self.folder} belongs to another sweep: entry {a.number} was {a.experiment} {a.own} there, "
-                             f"and is {now} now{shared}; choose another folder, or the sweep as it was (entries may be added "
-                             "at its end)")
-
-    def begin(self):
-        "Write sweep.json; ValueError as `check` raises it."
-        self.check()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder/"sweep.json", self.about|dict(entries=[asdict(e) for e in self.entries]))
-
     def claims(self, entry:Entry)->Claims: return Claims(self.folder/"entries"/f"{entry.number:03d}")
     def run_dir(self, entry:Entry)->Path: return self.folder/entry.folder
+
+# %% ../../nbs/run/21_queue.ipynb #37048d02
+@patch
+def check(self:Queue):
+    "ValueError when the folder cannot be this sweep's; writes nothing."
+    check_folder(self.folder, "folder", write=True)
+    if (self.folder/"sweep.json").exists(): return self._check_same(Queue.open(self.folder).entries)
+    if self.folder.is_dir() and os.listdir(self.folder):
+        raise ValueError(f"{self.folder} is not empty and no sweep (no sweep.json); choose another folder")
+
+@patch
+def _check_same(self:Queue, old:list):
+    for a,b in zip(old, [*self.entries, *[None]*len(old)]):
+        if a == b: continue
+        now = f"{b.experiment} {b.own}" if b else "nothing"
+        shared = ", with other settings that all share" if b and a.own == b.own else ""
+        raise ValueError(f"{self.folder} belongs to another sweep: entry {a.number} was {a.experiment} {a.own} there, "
+                         f"and is {now} now{shared}; choose another folder, or the sweep as it was (entries may be added "
+                         "at its end)")
+
+@patch
+def begin(self:Queue):
+    "Write sweep.json; ValueError as `check` raises it."
+    self.check()
+    self.folder.mkdir(parents=True, exist_ok=True)
+    write_json(self.folder/"sweep.json", self.about|dict(entries=[asdict(e) for e in self.entries]))
 
 # %% ../../nbs/run/21_queue.ipynb #a3c7ea9f
 def state_of(

@@ -47,6 +47,7 @@ def run_learner(
         with end_recorded(shell): learn(shell)
     return shell.run
 
+# %% ../../nbs/run/08_shell.ipynb #8f433e2c
 def learn(
     shell # a `Shell` that holds the lock
 ):
@@ -134,17 +135,19 @@ class Shell:
         t,step = self.learner.position
         return t,step or 0
 
-    def check_stop(self, flag=False)->bool:
-        "`Stopped` in all ranks when one of them was asked to stop, FileNotFoundError when the folder is gone; else whether `flag` is true in one of them."
-        stop,flag,gone = agree(self.acc, self.stop.requested, flag, self.run.gone)
-        if gone: raise self.run.gone_error()
-        if stop: raise Stopped("asked to stop")
-        return flag
-
     def close(self):
         "Close the learner and leave the process group."
         self.learner.close()
         if self.world > 1: torch.distributed.destroy_process_group()
+
+# %% ../../nbs/run/08_shell.ipynb #47e3412e
+@patch
+def check_stop(self:Shell, flag=False)->bool:
+    "`Stopped` in all ranks when one of them was asked to stop, FileNotFoundError when the folder is gone; else whether `flag` is true in one of them."
+    stop,flag,gone = agree(self.acc, self.stop.requested, flag, self.run.gone)
+    if gone: raise self.run.gone_error()
+    if stop: raise Stopped("asked to stop")
+    return flag
 
 # %% ../../nbs/run/08_shell.ipynb #b0800010
 @patch

@@ -31,6 +31,7 @@ if [ $code = {stopped} ] && [ $asked = 1 ]; then scontrol requeue ${{SLURM_ARRAY
 exit $code
 '''
 
+# %% ../../nbs/run/23_slurm.ipynb #9122cd26
 def check_options(settings:dict):
     "ValueError for an option of sbatch that the script sets, or that is none."
     for k,v in settings.items():
@@ -42,6 +43,7 @@ def check_options(settings:dict):
         if isinstance(v, (dict, list)) or "\n" in str(v) and k != "setup":
             raise ValueError(f"option {k!r} of sbatch is one line of text or a number, found {v!r}")
 
+# %% ../../nbs/run/23_slurm.ipynb #32945827
 def ranges(numbers:list)->str:
     "Numbers as `--array` takes them."
     spans = []
@@ -50,6 +52,7 @@ def ranges(numbers:list)->str:
         else: spans.append([k, k])
     return ",".join(f"{a}-{b}" if b > a else f"{a}" for a,b in spans)
 
+# %% ../../nbs/run/23_slurm.ipynb #ce627028
 def script(
     queue,         # a `Queue`
     numbers:list,  # of the entries

@@ -249,6 +249,7 @@ class Drawing:
             done = "the run has ended" if name == "time left" else "the final figure is below"
             self.board.put(name, Text(f"{name}: {done}"))
 
+# %% ../../nbs/run/12_watch.ipynb #eed4d61c
 @patch(as_prop=True)
 def hint(self:Run)->str:
     "What to do in a tab that was closed and opened again: JupyterLab keeps what it showed, and shows nothing newer."

@@ -118,6 +118,7 @@ FILLED = "image_size","state_dim","action_dim","n_actions","H","head"   # argume
 CL = "mir"   # what is done against forgetting where nobody says it
 BEGIN = import_plugins,sorted_cl,in_own_folder,check_values,planned,check_sink   # steps of `resolve` that every learner's config has
 
+# %% ../../nbs/train/00_config.ipynb #090d612e
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig):
     "Everything that decides what a continual-learning run computes."
@@ -203,6 +204,7 @@ def suited(cfg:TrainConfig)->TrainConfig:
     empty = {k: v for k,v in suits_of(cfg).items() if unset(k)}
     return replace(cfg, **empty, n_workers=cfg.n_workers or os.cpu_count() or 1, threads=threads_of(cfg))
 
+# %% ../../nbs/train/00_config.ipynb #e9096a34
 def smaller(cfg:TrainConfig)->TrainConfig:
     "A smoke run: no number larger than those of `SMOKE`."
     small = SMOKE | (dict(look_every=4, look_trials=2) if cfg.patience else {})
@@ -222,6 +224,7 @@ def two_of(
     if min(limits) and max(limits) > most: small |= {field: dict(max_steps=min(most, *limits)) for field in where}
     return dict(base=suite, **small, name=f"{name}-smoke") if small else suite
 
+# %% ../../nbs/train/00_config.ipynb #03c09e35
 def absolute_init(cfg:TrainConfig)->TrainConfig:
     "The checkpoint that a run starts from, as an absolute path."
     return replace(cfg, init_from=str(Path(cfg.init_from).expanduser().resolve())) if cfg.init_from else cfg

@@ -53,6 +53,7 @@ def demo_dir(
     name = f"{task.id}-n{cfg.n_demos}-{cfg.image_size}px{kind_of(task).folder(task.env)}"
     return Path(cfg.data_dir)/task.env["kind"]/re.sub(r"[^\w.+-]", "_", name)
 
+# %% ../../nbs/train/10_demos.ipynb #f8707111
 def short(
     name:str # of a stream or a task
 )->str:
@@ -76,6 +77,7 @@ def read_dir(
     told = isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("path"), str) for part in parts)
     return other if told and [os.path.realpath(part["path"]) for part in parts] != paths else plain
 
+# %% ../../nbs/train/10_demos.ipynb #92bce812
 def places(task:Task, cfg:TrainConfig, stream:str)->tuple:
     "Folder of a task, its frame store, and what is there when both are whole."
     out = read_dir(task, cfg, stream) if is_read(task) else demo_dir(task, cfg)

@@ -11,6 +11,7 @@ import json, re
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from fastcore.basics import patch
 from ..core.config import config_json, stored_config
 from ..core.files import read_json, write_json
 from ..core.pictures import check_pixels
@@ -66,23 +67,21 @@ class EvalConfig:
     def changed(self)->str: # "camera+light", "" for nothing
         if len(each := perturbs_of(self.perturb)) == 1: return each[0]
         raise ValueError(f"perturb names {len(each)} evaluations, {', '.join(each)}; take them one after the other: for one in each_of(cfg)")
-    @property
-    def whole(self)->str: # name of the evaluation that the parts belong to
-        where = "-on-"+_label_of(self.suite, self.chosen) if self.suite or self.chosen else ""
-        if self.policy_server: where += f"-by-{re.sub(r'[^0-9A-Za-z.-]', '_', address_of(self.policy_server)[5:])}"
-        said = "-under-"+self.changed.replace(":", "") if self.changed else ""
-        return f"{self.evaluate}-{self.first_trial}+{self.n_trials}-s{self.seed}" + "-last"*self.last_only + said + where
 
-    @property
-    def name(self)->str:
-        return self.whole + (f"-part{self.part.replace('/', 'of')}" if self.part != "0/1" else "")
+# %% ../../nbs/train/05_eval_config.ipynb #7621fe0e
+@patch(as_prop=True)
+def whole(self:EvalConfig)->str: # name of the evaluation that the parts belong to
+    where = "-on-"+_label_of(self.suite, self.chosen) if self.suite or self.chosen else ""
+    if self.policy_server: where += f"-by-{re.sub(r'[^0-9A-Za-z.-]', '_', address_of(self.policy_server)[5:])}"
+    said = "-under-"+self.changed.replace(":", "") if self.changed else ""
+    return f"{self.evaluate}-{self.first_trial}+{self.n_trials}-s{self.seed}" + "-last"*self.last_only + said + where
 
-    @property
-    def folder(self)->Path: return Path(self.run_dir)/"evals"/self.name
+@patch(as_prop=True)
+def name(self:EvalConfig)->str:
+    return self.whole + (f"-part{self.part.replace('/', 'of')}" if self.part != "0/1" else "")
 
-def each_of(cfg:EvalConfig)->list:
-    "The evaluations that `perturb` asks for, one config for each."
-    return [replace(cfg, perturb=label) for label in perturbs_of(cfg.perturb)]
+@patch(as_prop=True)
+def folder(self:EvalConfig)->Path: return Path(self.run_dir)/"evals"/self.name
 
 def _label_of(
     suite,     # as in `EvalConfig`
@@ -94,6 +93,11 @@ def _label_of(
     if isinstance(suite, str) and len(text) <= 60 and re.fullmatch(r"[\w.+-]+", text): return text
     said = json.dumps([suite, tasks], sort_keys=True)
     return re.sub(r"[^\w.+-]", "_", names[0])[:40]+"-"+sha256(said.encode()).hexdigest()[:8]
+
+# %% ../../nbs/train/05_eval_config.ipynb #8233130f
+def each_of(cfg:EvalConfig)->list:
+    "The evaluations that `perturb` asks for, one config for each."
+    return [replace(cfg, perturb=label) for label in perturbs_of(cfg.perturb)]
 
 # %% ../../nbs/train/05_eval_config.ipynb #cd35f6e0
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ def points_of(
         raise ValueError(f"{cfg.run_dir} kept its newest checkpoints alone (keep_tasks False); set last_only to True")
     return points
 
+# %% ../../nbs/train/05_eval_config.ipynb #d1bfe711
 def check_eval(
     cfg:EvalConfig # settings
 )->Evaluation:     # its config has the resolved folder

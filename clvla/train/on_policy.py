@@ -79,6 +79,7 @@ class Minibatch(Model):
 
     def losses(self, batch): return self.loss(batch)
 
+# %% ../../nbs/train/12_on_policy.ipynb #24c5421d
 class OnPolicy:
     "Epochs of minibatch steps on one rollout; a method says what the rows and their loss are."
     keys,others = (),()   # a rollout's entries with a row for each chunk, and its others

@@ -34,6 +34,7 @@ def part_of(
     if not there: return {}
     raise ValueError(f"task {task.id!r} reads {', '.join(there)} in different layouts; say which of them the robot's observations are like: data_set='...'")
 
+# %% ../../nbs/train/14_robot.ipynb #ba083837
 def columns_of(
     part:dict,   # of `part_of`
     wanted,      # image keys that the policy reads
@@ -52,6 +53,7 @@ def columns_of(
         raise ValueError(f"cameras name no column for {', '.join(lacks)}, which the policy reads; they name {sorted(named)}")
     return {k: named[k] for k in wanted} | own
 
+# %% ../../nbs/train/14_robot.ipynb #caf2d638
 def seen_of(
     seen:dict,    # an observation: column -> picture (h,w,3) or vector (S,)
     columns:dict, # our key -> column
@@ -68,8 +70,6 @@ def seen_of(
     pictures = {k: as_picture(seen[columns[k]], columns[k])[None] for k in pixels}
     turned = convert({**pictures, STATE: state, ACTION: np.zeros((1, 1), np.float32)}, layout)
     return {k: squeezed(turned[k][0], n)[None] for k,n in pixels.items()} | {STATE: turned[STATE]}
-
-
 
 # %% ../../nbs/train/14_robot.ipynb #7d0d31dd
 def robot_actions(

@@ -78,6 +78,7 @@ def task_named(
     known = [x for t in stream.tasks for x in (t.id, t.prompt)]
     raise ValueError(f"no single task of this policy is called {' or '.join(plain(repr(n), 120) for n in told) or 'nothing'}{closest(told[0], known) if told else ''}; its tasks are {', '.join(stream.ids)}")
 
+# %% ../../nbs/train/16_serve.ipynb #ef611d06
 def begin(self, session:Session, payload:dict):
     "An episode begins; its task may also be said by its first observation."
     said = payload.get("task")
@@ -93,6 +94,7 @@ def _begun(self, session:Session, obs:dict)->Row:
     if not known: row.rng = torch_rng(self.seed, "served", session.number)
     return row
 
+# %% ../../nbs/train/16_serve.ipynb #080fe607
 def seen(self, obs:dict)->dict: # key -> picture (1,n,n,3) uint8, state (1,S) float32
     "An observation of a message as the policy reads it; ValueError for one that it cannot have been trained on."
     images,state = obs.get("images"),obs.get("states", obs.get("state"))
@@ -109,6 +111,7 @@ def seen(self, obs:dict)->dict: # key -> picture (1,n,n,3) uint8, state (1,S) fl
         raise ValueError(f"the observation has {len(state)} numbers of state{'' if np.isfinite(state).all() else ', not all finite'}, the policy was trained on {self.dim} (states or state)")
     return found | {STATE: state[None]}
 
+# %% ../../nbs/train/16_serve.ipynb #d20d7708
 def act(self, session:Session, obs:dict)->np.ndarray: # (A,) float32
     "The next action of the session's episode; a chunk is carried out whole, as our player does."
     row = session.row or self._begun(session, obs)

@@ -34,6 +34,7 @@ def doors_of(
     by_y,by_x = sorted(places, key=lambda p: p[1]),sorted(places)
     return [by_y[0], by_y[-1], by_x[0], by_x[-1]]
 
+# %% ../../../nbs/envs/gym/02_doors.ipynb #52756b20
 class GoToDoorOf(GoToDoorEnv):
     "A room with a door in each wall; `color` is the one that counts."
     def __init__(self,

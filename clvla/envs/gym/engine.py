@@ -190,6 +190,7 @@ def sizes_of(
         raise ValueError(f"actions of {spec['name']!r} are {space}; an agent's lie in [-1,1]")
     return dict(picture=picture, state=state, n_actions=None if box else int(space.n), action_dim=space.shape[0] if box else 1)
 
+# %% ../../../nbs/envs/gym/04_engine.ipynb #d4e2a104
 class EngineEnv(Env):
     "One environment of an engine."
     kind = "engine"

@@ -52,6 +52,7 @@ def vector(
     if keys == "obs": return flatten(space, seen).astype(np.float32)
     return np.concatenate([flatten(space[k], seen[k]) for k in keys]).astype(np.float32)
 
+# %% ../../../nbs/envs/gym/01_env.ipynb #9234180f
 def part(whole, key:str): return whole if key == "obs" else whole[key]   # of an observation, or of its space
 
 def misfit_of(
@@ -69,6 +70,7 @@ def misfit_of(
             return f"observation {key!r} {shown(v)}, of the space {box}"
     return ""
 
+# %% ../../../nbs/envs/gym/01_env.ipynb #18bfe510
 def is_vector(space)->bool:
     "Whether observations are a vector of numbers."
     return type(space).__name__ == "Box" and len(space.shape) == 1

@@ -44,6 +44,7 @@ def libero_env(
     "A LIBERO task with a variation, or the task as it is."
     return (WideEnv if VARIATIONS.keys() & spec.keys() else LiberoEnv)(spec, **kw)
 
+# %% ../../../nbs/envs/libero/10_kind.ipynb #e16bdd01
 class Libero(Kind):
     "Five suites, 130 tasks, 50 initial states for each."
     label,extra,modules = "LIBERO","libero",("robosuite", "libero")
@@ -81,6 +82,7 @@ class Libero(Kind):
         check_experts(cfg, tasks)
         for task in tasks: check_cameras(self, cfg, task)
 
+# %% ../../../nbs/envs/libero/10_kind.ipynb #14dd170a
 @functools.cache
 def _streams()->dict:
     "The suites, all of them together, and five tasks of one scene for a laptop."

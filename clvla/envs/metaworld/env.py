@@ -60,15 +60,6 @@ class MetaWorldEnv(Env):
         if name not in known: raise ValueError(f"unknown Meta-World task {name!r}{closest(name, [*known, *BUTTONS])}")
         return name
 
-    def _load(self):
-        from metaworld.policies import ENV_POLICY_MAP
-        warnings.filterwarnings("ignore", module=r"metaworld\..*")
-        sim = self.cls()
-        sim._partially_observable,sim._freeze_rand_vec = False,False
-        sim._set_task_called = sim.seeded_rand_vec = True
-        sim.__dict__.pop("sawyer_observation_space", None)
-        self.sim,self.policy_cls = sim,ENV_POLICY_MAP[self.stock]
-
     def _begin(self, seed):
         if self.sim is None: self._load()
         self.full,self.policy = reset_sim(self.sim, seed),self.policy_cls()
@@ -92,6 +83,17 @@ class MetaWorldEnv(Env):
     def close(self):
         if self.renderer is not None: self.renderer.close()
         self.renderer = self.sim = None
+
+# %% ../../../nbs/envs/metaworld/01_env.ipynb #b9eda106
+@patch
+def _load(self:MetaWorldEnv):
+    from metaworld.policies import ENV_POLICY_MAP
+    warnings.filterwarnings("ignore", module=r"metaworld\..*")
+    sim = self.cls()
+    sim._partially_observable,sim._freeze_rand_vec = False,False
+    sim._set_task_called = sim.seeded_rand_vec = True
+    sim.__dict__.pop("sawyer_observation_space", None)
+    self.sim,self.policy_cls = sim,ENV_POLICY_MAP[self.stock]
 
 # %% ../../../nbs/envs/metaworld/01_env.ipynb #5afe1003
 PLAIN = bool,int,float,np.ndarray,np.generic,type(None)   # fields of a simulation that a step may change

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTIONS', 'FLASH', 'AGAIN', 'TOKENIZER', 'PICTURES', 'DOCUMENTS', 'DTYPES', 'Stock', 'models_home', 'hub_cache',
-           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'open_folder', 'stock_class', 'hub_kernel',
+           'find_folder', 'shards', 'file_size', 'shapes', 'Folder', 'stock_class', 'open_folder', 'hub_kernel',
            'quiet', 'flash_trouble', 'choose_attention', 'FollowDevice', 'refuse_cpu', 'watch_attention',
            'check_settings', 'check_modules']
 
@@ -124,6 +124,11 @@ class Folder:
     files:dict    # safetensors file -> dict of its tensors' shapes
     by_path:bool  # whether it was named by a path, not by a name
 
+def stock_class(name:str):
+    "A class of transformers, which is imported when it is first asked for."
+    return getattr(importlib.import_module("transformers"), name)
+
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #c8fd5429
 def open_folder(
     stock:Stock, # what it must hold
     name:str     # folder, or name on the hub
@@ -150,10 +155,6 @@ def open_folder(
     files = {file: shapes(path/file, indexed) for file,indexed in shards(path).items()}
     with reading(path/"config.json"): config = stock_class(stock.config).from_pretrained(path, local_files_only=True)
     return Folder(path=path, stock=stock, config=config, files=files, by_path=path == Path(name).expanduser().resolve())
-
-def stock_class(name:str):
-    "A class of transformers, which is imported when it is first asked for."
-    return getattr(importlib.import_module("transformers"), name)
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #2047bd78
 def hub_kernel(about)->str:   # "" where there is none

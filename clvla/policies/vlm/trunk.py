@@ -67,6 +67,7 @@ def join_pairs(
         letters = pieces
     return letters
 
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #6c48271f
 def word_merges(
     words,           # each becomes one token, at the start of a text and behind a space
     space:str=SPACE  # the letter that stands for a space
@@ -81,6 +82,7 @@ def word_merges(
                 first += piece
     return merges
 
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #5ba3b220
 def byte_tokenizer(
     marks, # special tokens, which get the first ids
     **kw   # of transformers' class
@@ -154,6 +156,7 @@ def tail(self:Turn,
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a00018
 FULL = dict(batch_size=16, steps_per_task=10_000, lr=1e-4, lora_rank=32)   # with published weights
 
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #b94b0f01
 class VLM(Policy):
     "A policy on a vision-language model, without its head."
     shape = None       # a `VLMShape`
@@ -184,17 +187,7 @@ class VLM(Policy):
         folder = folder_of(self, config)
         if folder and folder.by_path: config["weights"] = str(folder.path)
         super().__init__(config)
-        self.shape = self.shape_of(folder)
-        D,n = self.shape.text["hidden_size"],self.n_queries(config)
-        self.vlm = self.trunk_of(folder)
-        self.state = nn.Sequential(nn.Linear(config["state_dim"], D), nn.GELU(), nn.Linear(D, D))
-        self.queries = nn.Parameter(.02*torch.randn(n, D)) if n else None
-        self.head = self.make_head(D)
-        if self.shape.pretrained and not folder: return # on the meta device: no tokenizer
-        if folder: self.colours = folder.colours()
-        if folder and not on_meta(): self.source = folder.source()
-        self.chat = self.make_turn(folder.tokenizer() if folder else self.make_tokenizer(), 1+n)
-        self.longest_prompt = self.shape.text["max_position_embeddings"] - len(self.chat.front + self.chat.back)
+        self._set_up(folder)
 
     def make_head(self, D:int)->nn.Module: raise NotImplementedError # for rows of D numbers
     def make_turn(self, tokenizer, n_own): return self.turn(tokenizer, picture_sides(self.shape, self.pixels), n_own)
@@ -202,17 +195,38 @@ class VLM(Policy):
     def given(self, obs, ids, *rows)->dict: raise NotImplementedError # to the trunk, besides inputs and mask
     @classmethod
     def n_queries(cls, config:dict)->int: return 0
-    @classmethod
-    def n_tokens(cls, sides:dict)->int: return sum(g*g for g in sides.values()) # that pictures take in the row
-    @classmethod
-    def pictures_of(cls, vision:dict)->tuple: return vision["image_size"], # sizes that a folder's model takes
-    def prompt_ids(self, text): return tuple(self.chat.words(text))
-    def pretrained(self): return ["vlm."] if self.shape.pretrained else []
-    def lr_of(self, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
 
-    def lora_targets(self):
-        kept = tuple(f"vlm.{name}." for name in self.config.get("freeze", ()))
-        return [n for n in super().lora_targets() if not f"{n}.".startswith(kept)]
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #5ae2dd02
+@patch
+def _set_up(self:VLM, folder:Folder|None):
+    "Make the parts of a policy whose arguments fit; `folder` holds published weights, None: random ones."
+    self.shape = self.shape_of(folder)
+    D,n = self.shape.text["hidden_size"],self.n_queries(self.config)
+    self.vlm = self.trunk_of(folder)
+    self.state = nn.Sequential(nn.Linear(self.config["state_dim"], D), nn.GELU(), nn.Linear(D, D))
+    self.queries = nn.Parameter(.02*torch.randn(n, D)) if n else None
+    self.head = self.make_head(D)
+    if self.shape.pretrained and not folder: return # on the meta device: no tokenizer
+    if folder: self.colours = folder.colours()
+    if folder and not on_meta(): self.source = folder.source()
+    self.chat = self.make_turn(folder.tokenizer() if folder else self.make_tokenizer(), 1+n)
+    self.longest_prompt = self.shape.text["max_position_embeddings"] - len(self.chat.front + self.chat.back)
+
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #74178004
+@patch(cls_method=True)
+def n_tokens(cls:VLM, sides:dict)->int: return sum(g*g for g in sides.values()) # that pictures take in the row
+@patch(cls_method=True)
+def pictures_of(cls:VLM, vision:dict)->tuple: return vision["image_size"], # sizes that a folder's model takes
+@patch
+def prompt_ids(self:VLM, text): return tuple(self.chat.words(text))
+@patch
+def pretrained(self:VLM): return ["vlm."] if self.shape.pretrained else []
+@patch
+def lr_of(self:VLM, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
+@patch
+def lora_targets(self:VLM):
+    kept = tuple(f"vlm.{name}." for name in self.config.get("freeze", ()))
+    return [n for n in super(VLM, self).lora_targets() if not f"{n}.".startswith(kept)]
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #f0a10003
 @patch
@@ -265,6 +279,7 @@ def sizes_of(cls:VLM, config:dict)->tuple:
         return cls.shape_of(folder_of(cls, config)).image_sizes
     return cls.image_sizes
 
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #5511fd05
 @patch
 def trunk_of(self:VLM, folder:Folder|None)->nn.Module:
     "The stock model: a folder's, or one with random weights."

@@ -44,6 +44,7 @@ from ...policies.lerobot.smolvla import mend_cache
 # %% ../../../nbs/run/18_lerobot.ipynb #1e300007
 MODES = dict(VISUAL=NormalizationMode.IDENTITY, STATE=NormalizationMode.MEAN_STD, ACTION=NormalizationMode.MIN_MAX)
 
+# %% ../../../nbs/run/18_lerobot.ipynb #7f9b9a1b
 @PreTrainedConfig.register_subclass("clvla")
 @dataclass
 class ClvlaConfig(PreTrainedConfig):
@@ -117,6 +118,18 @@ def as_bytes(
     if x.shape[-2:] != (n, n): x = interpolate(x, (n, n), mode="bilinear", antialias=True)
     return (x*255).round().clamp(0, 255).to(torch.uint8)
 
+# %% ../../../nbs/run/18_lerobot.ipynb #71688f1f
+def _policy_of(
+    config:ClvlaConfig,
+    cameras:dict, # LeRobot's key -> our image key and its pixels
+    seed:int      # of its first weights
+):
+    "The policy of clvla's menu that a configuration describes."
+    sizes = dict(state_dim=config.robot_state_feature.shape[0], action_dim=config.action_feature.shape[0])
+    pixels = dict(cameras.values())
+    if list(pixels) == [IMAGE]: pixels = pixels[IMAGE]
+    return make_policy(config.model, pixels, **sizes, H=config.chunk_size, head=config.head, seed=seed, **config.model_kw)
+
 # %% ../../../nbs/run/18_lerobot.ipynb #1e30000d
 class ClvlaPolicy(PreTrainedPolicy):
     "A policy of clvla's menu with LeRobot's methods."
@@ -126,20 +139,14 @@ class ClvlaPolicy(PreTrainedPolicy):
         super().__init__(config)
         config.validate_features()
         self.cameras = cameras_of(config)
-        sizes = dict(state_dim=config.robot_state_feature.shape[0], action_dim=config.action_feature.shape[0])
-        pixels = dict(self.cameras.values())
-        if list(pixels) == [IMAGE]: pixels = pixels[IMAGE]
         seed = int(torch.randint(2**31, ())) # LeRobot's seed decides the first weights
-        self.policy = make_policy(config.model, pixels, **sizes, H=config.chunk_size, head=config.head, seed=seed,
-                                  **config.model_kw)
+        self.policy = _policy_of(config, self.cameras, seed)
         self.register_buffer("draws", torch.tensor([seed, 0]))
         self.reset()
 
     def reset(self): self.waiting = deque(maxlen=self.config.n_action_steps)
 
-    def get_optim_params(self):
-        c = self.config
-        return param_groups(self.policy, c.lr, c.weight_decay, self.policy.lr_of(c.lr))
+    def get_optim_params(self): return param_groups(self.policy, self.config.lr, self.config.weight_decay, self.policy.lr_of(self.config.lr))
 
     def inputs(self, batch:dict)->dict:
         "What clvla's policy is given."
@@ -165,6 +172,7 @@ class ClvlaPolicy(PreTrainedPolicy):
             self.waiting.extend(chunk[:,:self.config.n_action_steps].unbind(1))
         return self.waiting.popleft()
 
+# %% ../../../nbs/run/18_lerobot.ipynb #36ecaa1d
 def make_clvla_pre_post_processors(config:ClvlaConfig, dataset_stats=None):
     "LeRobot's usual processors."
     return make_default_pre_post_processors(config, dataset_stats)
