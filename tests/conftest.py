@@ -68,6 +68,14 @@ def folders_of_a_file(request, tmp_path_factory):
     forget_plugins()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    "Python looks for no garbage while the test files are imported, all of which stays."
+    gc.disable()
+    try: return (yield)
+    finally: gc.enable()
+
+
 def pytest_collection_finish():
     "What all test files have imported is frozen: else each collection of garbage, one at the end of each run, goes through it."
     gc.collect()

@@ -74,12 +74,13 @@ def test_the_first_tutorial_works_as_pasted(run, project):
     assert re.fullmatch(r"[\d.]+ < [\d.]+", said.splitlines()[-1])
 
 
-SMALL = ["-p", "steps_per_task", "20", "-p", "n_trials", "2"]   # of the main job alone, whose folder keeps its name
+SMALL = ["-p", "steps_per_task", "20", "-p", "n_trials", "2"]   # of the main job, whose folder keeps its name
+FEW = ["-p", "n_trials", "2"]                                   # of its evaluation: after so few updates each episode lasts until its end
 
 
 @pytest.mark.parametrize("small", [SMALL, []], ids=["small", "whole"])
 def test_pasted_commands_work_in_their_order(run, project, small):
-    "The main job in full is in tests/slow.txt; the other commands are always those of README."
+    "The main job and its evaluation in full are in tests/slow.txt; the other commands are always those of README."
     shutil.rmtree(project/"runs", ignore_errors=True)
     main,_,*pages = COMMANDS
     want = hashlib.sha256((ROOT/"settings.ini").read_bytes()+(ROOT/"setup.py").read_bytes()).hexdigest()[:16]
@@ -88,7 +89,7 @@ def test_pasted_commands_work_in_their_order(run, project, small):
     if not prepared: (project/"runs").mkdir()   # clvla.sh makes it
     start = shlex.split(main) if prepared else ["papermill", "--log-output", "--no-progress-bar", "nbs/run_cl.ipynb", "runs/page.ipynb"]
     run(start+(["-p", "cl", "mir"] if small or not prepared else [])+small)
-    for command in pages: run(shlex.split(command))
+    for command in pages: run(shlex.split(command)+(FEW if small and "nbs/eval_cl.ipynb" in command else []))
     said = texts(project/"runs/compare.ipynb")
     assert "left out: runs/mw5-er-tiny-s0-smoke is a smoke run" in said and "paired with mir" in said
     assert (project/"runs/mw5-mir-tiny-s0/report.html").exists() and list((project/"runs/mw5-mir-tiny-s0/evals").iterdir())
