@@ -6,7 +6,7 @@
 __all__ = ['INDICATOR', 'returns_of', 'advantages_of', 'Values', 'fit_values', 'unseen_values', 'indicators_of', 'Attempts',
            'said_positive', 'IndicatorLoader', 'told', 'RecapPolicy', 'Recap', 'rounds_of', 'agreement']
 
-# %% ../../nbs/rl/36_recap.ipynb #8c5e4d04
+# %% ../../nbs/rl/36_recap.ipynb #06046904
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -31,7 +31,7 @@ from .corrections import check_experts
 from .episodes import Episode, load_episodes
 from .token_policy import FrozenPolicy, check_base, sizes_of
 
-# %% ../../nbs/rl/36_recap.ipynb #49357008
+# %% ../../nbs/rl/36_recap.ipynb #8970af08
 def returns_of(
     at:np.ndarray,  # (n+1,) steps before which observations were made; the last one is the attempt's end
     success:bool,
@@ -41,7 +41,7 @@ def returns_of(
     if not success: return np.full(len(at), -1.)
     return -np.maximum(at[-1]-1-at, 0)/longest
 
-# %% ../../nbs/rl/36_recap.ipynb #e2bdae0b
+# %% ../../nbs/rl/36_recap.ipynb #07ead60b
 def advantages_of(
     v:np.ndarray,   # (n+1,) values of the observations, in [-1,0]
     at:np.ndarray, success:bool, longest:int, # as of `returns_of`
@@ -55,7 +55,7 @@ def advantages_of(
     ahead = np.where(ended, 0. if success else -1., v[then])
     return np.maximum(ahead-cost/longest, -1)-v[:-1]
 
-# %% ../../nbs/rl/36_recap.ipynb #05d0ba10
+# %% ../../nbs/rl/36_recap.ipynb #eb37f610
 class Values(nn.Module):
     "The return that is to be expected, as a distribution over bins from -1 to 0."
     def __init__(self,
@@ -92,7 +92,7 @@ def fit_values(
         opt.step()
     return values.eval()
 
-# %% ../../nbs/rl/36_recap.ipynb #1fac3414
+# %% ../../nbs/rl/36_recap.ipynb #ad7a7814
 def unseen_values(
     xs:list,     # of each attempt (n+1,X)
     rets:list,   # of each attempt (n+1,)
@@ -111,7 +111,7 @@ def unseen_values(
             for i in mine: v[i] = values.values(xs[i]).double().cpu().numpy()
     return v
 
-# %% ../../nbs/rl/36_recap.ipynb #4bc80419
+# %% ../../nbs/rl/36_recap.ipynb #def5b319
 INDICATOR = "indicator"   # int64 (B,) of a batch: 1 positive, 0 negative, -1 it is not said
 
 def indicators_of(
@@ -124,7 +124,7 @@ def indicators_of(
     above = np.ones(len(adv), bool) if positive == 1 or not len(own) else adv > np.quantile(own, 1-positive)
     return (above | expert).astype(np.int64)
 
-# %% ../../nbs/rl/36_recap.ipynb #3bb2751c
+# %% ../../nbs/rl/36_recap.ipynb #35911e1c
 class Attempts(Successes):
     "Samples of all attempts, and what is said of each."
     def __init__(self,
@@ -159,7 +159,7 @@ class IndicatorLoader(CloningLoader):
         dropped = np_rng(self.seed, "practice", "indicator", self.k-1).random(n) < self.data.drop
         return batch | {INDICATOR: batch[INDICATOR].masked_fill(torch.from_numpy(dropped), -1)}
 
-# %% ../../nbs/rl/36_recap.ipynb #fc454f1f
+# %% ../../nbs/rl/36_recap.ipynb #1a74a61f
 def told(
     ctx:Context, # of B observations
     said:Tensor  # (B,2D) factors less 1, and what is added
@@ -203,7 +203,7 @@ class RecapPolicy(FrozenPolicy):
 
     def encode(self, obs, tokens=False): return told(self.vla.encode(obs, tokens), self.said(obs))
 
-# %% ../../nbs/rl/36_recap.ipynb #25d73020
+# %% ../../nbs/rl/36_recap.ipynb #cedccf20
 @patch
 def chunks(self:RecapPolicy, obs:dict, n:int, noise)->Tensor:
     "What `predict_chunk` gives; with guidance each step of the flow goes by eq. 4."
@@ -217,7 +217,7 @@ def chunks(self:RecapPolicy, obs:dict, n:int, noise)->Tensor:
         x = x-(v+self.guidance*(head.velocity(better, x, t)-v))/K
     return x if noise.ndim == 4 else x[:,0]
 
-# %% ../../nbs/rl/36_recap.ipynb #04cc0f27
+# %% ../../nbs/rl/36_recap.ipynb #17031727
 class Recap(Cloning):
     "Imitate all attempts, told which of their actions were better than usual."
     model = "rl-recap"
@@ -259,7 +259,7 @@ class Recap(Cloning):
         if gate is not None or late: self.expert = dict(gate=gate, late=late)
         self.looked,self.numbers = [],{}   # `Looked` of each attempt; for the log
 
-# %% ../../nbs/rl/36_recap.ipynb #cb30c728
+# %% ../../nbs/rl/36_recap.ipynb #8943f928
 @patch
 def check(self:Recap, cfg):
     "ValueError for a base that cannot be told, for logs that are none, or where an expert is missing."
@@ -299,7 +299,7 @@ def prepare(self:Recap, ctx):
     self.data.drop,self.known = self.drop,[]
     for path in rounds_of(self.logs) if self.logs else (): self.take_log(path)
 
-# %% ../../nbs/rl/36_recap.ipynb #4616952a
+# %% ../../nbs/rl/36_recap.ipynb #a586672a
 @patch
 @torch.no_grad()
 def look(self:Recap, e:Episode)->Tensor:
@@ -329,7 +329,7 @@ def take_log(self:Recap, path):
     self.add(episodes)
     self.known.append(sha256(path))
 
-# %% ../../nbs/rl/36_recap.ipynb #44d6d82b
+# %% ../../nbs/rl/36_recap.ipynb #9f23082b
 @patch
 def judge(self:Recap):
     "Fit the value to all attempts so far, and say which of their samples are positive."
@@ -363,7 +363,7 @@ def update(self:Recap)->dict:
     "One update of the policy; with the share of positive samples in attempts that succeeded and in others, and how well the values agree with the returns."
     return Cloning.update(self)|self.numbers
 
-# %% ../../nbs/rl/36_recap.ipynb #a34bf52c
+# %% ../../nbs/rl/36_recap.ipynb #c7fa922c
 @patch
 def state_dict(self:Recap)->dict:
     "As `Cloning`, and which logs were learnt from."
