@@ -45,6 +45,13 @@ def fsync(path):
         if e.errno not in (errno.EINVAL, errno.ENOTSUP) or not Path(path).is_dir(): raise
     finally: os.close(fd)
 
+def _write_error(path:Path, existed:bool, replaced:bool, e:OSError)->OSError:
+    "The error of `write_atomic`: what could not be written, why, and what is there now."
+    if replaced: return os_error(f"{path} is written, but not surely on the disk: {system_message(e)}", e)
+    now = "the file that was there before is untouched" if existed else "there was no such file before, nor is one now"
+    return os_error(f"could not write {path}: {system_message(e)}; {now}", e)
+
+# %% ../../nbs/core/02_files.ipynb #441a3709
 _temporary = set()   # folders in which this process is writing just now
 
 def write_atomic(
@@ -72,12 +79,6 @@ def write_atomic(
         shutil.rmtree(tmp, ignore_errors=True)
         _temporary.discard(tmp.name)
     return path
-
-def _write_error(path:Path, existed:bool, replaced:bool, e:OSError)->OSError:
-    "The error of `write_atomic`: what could not be written, why, and what is there now."
-    if replaced: return os_error(f"{path} is written, but not surely on the disk: {system_message(e)}", e)
-    now = "the file that was there before is untouched" if existed else "there was no such file before, nor is one now"
-    return os_error(f"could not write {path}: {system_message(e)}; {now}", e)
 
 # %% ../../nbs/core/02_files.ipynb #80d12e9a
 def write_json(path, obj)->Path:

@@ -201,17 +201,6 @@ class FrameStore:
         self.end = (np.cumsum(self.episode_lengths)-1)[self.episode]   # last frame of each frame's episode
         self.prompt_of = np.asarray(meta["episode_prompt"])[self.episode]
 
-    @classmethod
-    def open(cls, path, verify:bool=True)->"FrameStore":
-        "Open a store; ValueError names what is missing or was changed."
-        path = Path(path)
-        if not path.exists(): raise ValueError(f"there is no frame store at {path}")
-        if not (path/"meta.json").exists():
-            raise ValueError(f"{path} is half-written: it has no meta.json; remove the folder and make it again")
-        meta = read_json(path/"meta.json")
-        check_files(path, meta, deep=verify)
-        return cls(path, meta)
-
     def __len__(self): return len(self.action)
     @property
     def n_episodes(self)->int: return len(self.episode_lengths)
@@ -227,6 +216,18 @@ class FrameStore:
         return {k.removeprefix(IMAGES): v.shape[1] for k,v in self.images.items()}
     @property
     def image_size(self)->int: return self.images[self.cameras[0]].shape[1]
+
+# %% ../../nbs/data/01_frames.ipynb #885ba702
+@patch(cls_method=True)
+def open(cls:FrameStore, path, verify:bool=True)->"FrameStore":
+    "Open a store; ValueError names what is missing or was changed."
+    path = Path(path)
+    if not path.exists(): raise ValueError(f"there is no frame store at {path}")
+    if not (path/"meta.json").exists():
+        raise ValueError(f"{path} is half-written: it has no meta.json; remove the folder and make it again")
+    meta = read_json(path/"meta.json")
+    check_files(path, meta, deep=verify)
+    return cls(path, meta)
 
 # %% ../../nbs/data/01_frames.ipynb #d233e577
 def chunk_index(

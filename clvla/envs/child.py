@@ -40,6 +40,13 @@ def recv(sock)->dict|None:
         try: return json.loads(memory[:sock.recv_into(memory)] or b"null")
         except ConnectionResetError: continue
 
+# %% ../../nbs/envs/02_child.ipynb #14289503
+def _start(run:str, fds:tuple, python, env, output:int)->subprocess.Popen:
+    "The process of a `Process`: it inherits the open files `fds`, and nothing of them is in its command but their numbers."
+    code = "from clvla.envs.child import child; child()"
+    command = [python or sys.executable, "-P", "-c", code, str(os.getpid()), *run.split(":"), *map(str, fds)]
+    return subprocess.Popen(command, env=child_env(python)|(env or {}), pass_fds=fds, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
 # %% ../../nbs/envs/02_child.ipynb #ccc7df87
 class Process:
     "A process that runs one function; `sock` is the parent's end of the socket, `output` the file that it prints into."
@@ -52,13 +59,8 @@ class Process:
         self.proc,self.output = None,os.memfd_create("clvla-output")
         fcntl.fcntl(self.output, fcntl.F_SETFL, os.O_APPEND)
         self.sock,child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fds = child_sock.fileno(),*fds
-        code = "from clvla.envs.child import child; child()"
-        command = [python or sys.executable, "-P", "-c", code, str(os.getpid()), *run.split(":"), *map(str, fds)]
         try:
-            with child_sock:
-                self.proc = subprocess.Popen(command, env=child_env(python)|(env or {}), pass_fds=fds, stdin=subprocess.DEVNULL,
-                                             stdout=self.output, stderr=self.output)
+            with child_sock: self.proc = _start(run, (child_sock.fileno(), *fds), python, env, self.output)
         except BaseException:
             self.end()
             raise

@@ -75,6 +75,7 @@ def as_seen(env, method, picture, camera, span=None)->np.ndarray: # (h,w,3) uint
     try: return as_picture(picture, f"{whose(env, method)}, camera {camera!r}", span)
     except ValueError as e: raise ContractError(f"{e}; expected of an environment is uint8 (h,w,3), or floats in 0..1") from None
 
+# %% ../../nbs/envs/09_guard.ipynb #df3f8619
 def numbers_of(env, method, v, n:int, name:str)->np.ndarray: # (n,) float32
     "A vector of finite numbers."
     try: array = np.asarray(v, np.float32)

@@ -69,6 +69,7 @@ def pack(
     import msgpack
     return msgpack.packb(dict(type=kind, payload=payload, seq=seq, timestamp=time.time()), default=_packed, use_bin_type=True)
 
+# %% ../../nbs/eval/15_messages.ipynb #d55f2602
 def _unpacked(x, depth:int=0):
     "Plain values with their arrays; ValueError for another type, or too many levels."
     if depth > DEPTH: raise ValueError(f"a message has more than {DEPTH} levels")

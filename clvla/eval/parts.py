@@ -39,6 +39,12 @@ def difference(
     if kept == [old.get("policy"), old.get("stages")]: old = {**old, "policy": later[0], "stages": later[1]}
     return _differ({**{k: v for k,v in plan.items() if k not in PLAN}, **old}, plan)
 
+def _differ(a:dict, b:dict)->str:
+    "Where two plans differ."
+    short = lambda v: text if len(text := json.dumps(v)) < 60 else text[:57]+"..."
+    return "; ".join(f"{k}: {short(a.get(k))} -> {short(b.get(k))}" for k in sorted({*a, *b}) if a.get(k) != b.get(k))
+
+# %% ../../nbs/eval/06_parts.ipynb #7df18c12
 def write_plan(folder, plan:dict):
     "Put a plan into its folder, or later stages into the one that is there; ValueError when that is another one."
     path = Path(folder)/"plan.json"
@@ -51,11 +57,6 @@ def write_plan(folder, plan:dict):
                          "begin anew, or evaluate with what it was begun with")
     grown = {**begun, **{k: plan[k] for k in ("policy", "stages")}}
     if begun != grown: write_json(path, grown)
-
-def _differ(a:dict, b:dict)->str:
-    "Where two plans differ."
-    short = lambda v: text if len(text := json.dumps(v)) < 60 else text[:57]+"..."
-    return "; ".join(f"{k}: {short(a.get(k))} -> {short(b.get(k))}" for k in sorted({*a, *b}) if a.get(k) != b.get(k))
 
 # %% ../../nbs/eval/06_parts.ipynb #pt000002
 def part_of(

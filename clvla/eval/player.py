@@ -55,13 +55,7 @@ class Player:
         check_perturbs(tasks)
         self.seed,self.perturbs = seed,{i: perturb_of(spec.get("perturb", {})) for i,spec in self.specs.items()}   # task id -> name -> strength
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
-        if self.shared:
-            self.places = (batch or BATCH)+1   # the last one stays idle
-            self.rows = [Row(number=i, slot=i, task=self.tasks[i%len(self.tasks)]) for i in range(rows or 2*n_workers)]
-        else:
-            self.places = len(self.tasks)*rows_per_task
-            self.rows = own_rows(self.tasks, rows_per_task, rank, world)
-            pool["assign"] = workers_of(self.rows, n_workers)
+        pool |= self._lay_out(batch, rows, rank, world)
         specs = [self.specs[row.task.id] for row in self.rows]
         self.pool = EnvPool(specs, n_workers, image_size, seed, H, **pool) if specs else None   # None: we have no row
 
@@ -70,6 +64,18 @@ class Player:
     def close(self):
         "End the simulators."
         if self.pool is not None: self.pool.close()
+
+# %% ../../nbs/eval/04_player.ipynb #1baa8506
+@patch
+def _lay_out(self:Player, batch:int, rows:int, rank:int, world:int)->dict:
+    "Make the rows and the places of a policy call; returns what the pool is told besides."
+    if self.shared:
+        self.places = (batch or BATCH)+1   # the last one stays idle
+        self.rows = [Row(number=i, slot=i, task=self.tasks[i%len(self.tasks)]) for i in range(rows or 2*self.n_workers)]
+        return {}
+    self.places = len(self.tasks)*self.rows_per_task
+    self.rows = own_rows(self.tasks, self.rows_per_task, rank, world)
+    return dict(assign=workers_of(self.rows, self.n_workers))
 
 # %% ../../nbs/eval/04_player.ipynb #758bb4bd
 @patch

@@ -91,6 +91,7 @@ def quantiles(draws, conf:float, signed:bool)->tuple:
     q = np.quantile(draws, [.5-conf/2, .5+conf/2])
     return tuple(np.clip(q, -1. if signed else 0., 1.).tolist())
 
+# %% ../../nbs/eval/01_stats.ipynb #b06ac50e
 def _metric_draws(records, stages, task_ids, n_boot, seed, run=0)->dict:
     "Metric name -> (score, draws around it) for one run."
     out = outcomes(records, tuple(stages), tuple(task_ids))
@@ -138,6 +139,7 @@ def t_interval(
     half = t_quantile(S-1, conf)*_spread(x, noise)/sqrt(S) if S > 1 else np.nan
     return Interval(x.mean().item(), float(x.mean()-half), float(x.mean()+half))
 
+# %% ../../nbs/eval/01_stats.ipynb #6ff22610
 def t_test(
     x,             # one difference per seed
     noise:float=0. # variance of one value by its trials, for seeds that are all equal

@@ -41,6 +41,7 @@ def _entries(run_dir)->list:
         if entry["kind"] == "file": entry["copy"] = str(Path(run_dir)/"plugins"/Path(entry["name"]).name)
     return entries
 
+# %% ../../nbs/run/13_plugins.ipynb #1209c608
 def plugins_of(
     cfg,         # config of a run: run_dir, plugins, trust
     copies=False # import the copies in any case; else only if the run has results

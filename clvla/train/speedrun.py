@@ -71,6 +71,7 @@ def read_submission(
     return Submission(path.stem, str(said["author"]), str(said["about"]), said["seed"], settings | (dict(plugins=list(map(str, plugins))) if plugins else {}),
                       {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in plugins})
 
+# %% ../../nbs/train/18_speedrun.ipynb #6d879017
 def config_of(
     sub:Submission,
     track:Track,

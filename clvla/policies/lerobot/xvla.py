@@ -39,6 +39,7 @@ READER = dict(model_type="bart", vocab_size=1024, d_model=64, encoder_layers=2, 
               attention_dropout=0., activation_dropout=0., encoder_layerdrop=0., init_std=.1,
               bos_token_id=0, eos_token_id=1, pad_token_id=1)
 
+# %% ../../../nbs/policies/lerobot/03_xvla.ipynb #0723c415
 class TinyXVLA(LeRobot):
     "LeRobot's X-VLA at the size of a laptop, with random weights."
     heads,image_sizes = ("flow",),range(32, 129)

@@ -65,6 +65,7 @@ def fetch(
     check_hub(to, info.siblings)
     return to
 
+# %% ../../../nbs/policies/vlm/09_command.ipynb #a00fd904
 def check_hub(
     path:Path, # a folder
     siblings   # what the hub says of each file: rfilename, size, lfs
@@ -95,6 +96,7 @@ def prepare(
     except ValueError as e: say(f"{e}\nfetching it again")
     return look(fetch(name, revision, again=True, say=say))
 
+# %% ../../../nbs/policies/vlm/09_command.ipynb #c699ff06
 def main(
     argv=None # words after `clvla-weights`; default: those of the terminal
 )->int:       # 0 or 1
