@@ -12,7 +12,7 @@ from ..core.files import read_json
 from ..core.records import append_jsonl
 from ..run.config import identity
 from ..run.folder import RunFolder
-from ..run.kept import lines_of, packed, unpack
+from ..run.kept import from_there, lines_of, packed, unpack
 from ..run.plugins import keep_plugins
 from ..run.sweep import sweep
 from .checkpoint_eval import eval_cl
@@ -32,7 +32,7 @@ def pack_eval(
 )->dict:            # JSON values
     "An evaluation as one line."
     home = out.path if (out.path/"stream.json").exists() else Path(cfg.run_dir)
-    return dict(config=identity(cfg), evaluation=what_of(one), stream=read_json(home/"stream.json"), episodes=packed(out.episodes()),
+    return dict(config=identity(from_there(cfg)), evaluation=what_of(one), stream=read_json(home/"stream.json"), episodes=packed(out.episodes()),
                 cost={}, versions=read_json(out.path/"versions.json") if (out.path/"versions.json").exists() else {})
 
 # %% ../../nbs/train/17_kept_evals.ipynb #a41e5508
