@@ -166,6 +166,18 @@ def unexplained(
         err += ((written-z[part])*real[part]).square().sum().item()
     return err/max(((z-mean)*real).square().sum().item(), 1e-12)
 
+# %% ../../nbs/rl/03_token.ipynb #a4c2e802
+@patch
+def mean_error(self:TokenCodec,
+    tokens:Tensor,          # (B,L,D)
+    mask:Tensor|None=None,  # (B,L) bool
+    token:Tensor|None=None  # (B,W) to write from; None: that of each sample
+)->Tensor:                  # (B,)
+    "Mean squared error of a written number of each sample."
+    mask = check_tokens(tokens, mask, self.D)
+    gap = (self(tokens, mask, token)[1]-tokens.detach().float()).masked_fill(~mask[...,None], 0)
+    return gap.square().sum((1, 2))/(mask.sum(1)*self.D)
+
 # %% ../../nbs/rl/03_token.ipynb #7c3a01f0
 def check_fit(
     codec:TokenCodec, tokens:Tensor, mask:Tensor|None, # as in `fit_token`
