@@ -16,6 +16,7 @@ from clvla.envs.libero.tasks import SUITES, libero_prompt
 from clvla.envs.metaworld.tasks import MT50, metaworld_task
 from clvla.envs.kind import PERTURBATIONS, Kind
 from clvla.envs.perturb import SYNONYMS, label_of, perturb_of, perturbs_of, reworded, told
+from clvla.eval.audit import paragraph
 from clvla.eval.compare import group, read_run
 from clvla.eval.metrics import from_records
 from clvla.eval.player import Player
@@ -121,6 +122,8 @@ def test_records_and_folders_are_its_own(run):
 def test_they_are_never_mixed(run):
     plain,other,third = (eval_cl(config(run, p), len) for p in ("", "light", "light:2"))
     assert [read_results(str(out.path)).form.partition("stage")[2] for out in (plain, third)] == ["", ", under light:2"]
+    mixed,alike = paragraph([read_results(str(out.path)) for out in (plain, third)], []),paragraph([read_results(str(third.path))]*2, [])
+    assert "as the tasks are" in mixed and "under light:2): a difference between two of them is one of scenes" in mixed and "one scene" not in alike
     with pytest.raises(ValueError, match="played light and plain; make a matrix of each"): from_records([*plain.episodes(), *other.episodes()], ["left", "right"], ["left", "right"])
     for a,b in ((plain, other), (other, third)):
         with pytest.raises(ValueError, match="differ in evaluation|simulate left in different ways: perturb"): group([read_run(a.path), read_run(b.path)])

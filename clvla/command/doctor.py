@@ -44,14 +44,14 @@ def least(
     return Finding(what, state, f"{found:.3g} {unit}", "" if state == "ok" else f"{wanted:g} {unit} are needed{by}: {do}")
 
 # %% ../../nbs/command/03_doctor.ipynb #f4e33661
-TESTED,ACCEPTED = (3, 12),((3, 12), (3, 13))   # versions of Python
+TESTED,ACCEPTED = (3, 12),((3, 12), (3, 13), (3, 14))   # versions of Python
 
 def check_python(version=sys.version_info)->Finding:
     "This Python against those that are tested."
     found = ".".join(map(str, version[:3]))
     if tuple(version[:2]) == TESTED: return Finding("Python", "ok", found)
-    if tuple(version[:2]) in ACCEPTED: return Finding("Python", "note", found, "it is accepted; what is tested is Python 3.12")
-    return Finding("Python", "problem", found, "Python 3.12 is needed, or 3.13; make the environment with one of them")
+    if tuple(version[:2]) in ACCEPTED: return Finding("Python", "note", found, "it is accepted, a smoke run passes; what is tested is Python 3.12")
+    return Finding("Python", "problem", found, "Python 3.12, 3.13 or 3.14 is needed; make the environment with one of them")
 
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ABOUT', 'LATEX', 'z_of', 'paired_interval', 'newcombe', 'fisher', 'e_value', 'episodes_needed', 'smallest_shown',
            'Verdict', 'together', 'against', 'audit', 'AuditConfig', 'check_audit', 'percent', 'sentence', 'table',
-           'by_task', 'paragraph', 'latex', 'markdown', 'points', 'number', 'audit_facts', 'write_audit']
+           'by_task', 'scenes', 'paragraph', 'latex', 'markdown', 'points', 'number', 'audit_facts', 'write_audit']
 
 # %% ../../nbs/eval/12_audit.ipynb #eccdb487
 from dataclasses import asdict, dataclass
@@ -173,6 +173,12 @@ def by_task(results:list)->pd.DataFrame:
 ABOUT = ("All of this is about the policies that were tried. How other trainings by the same methods would compare, episodes "
          "of one training each cannot say; seeds can (clvla compare).")
 
+def scenes(results:list)->list:
+    "A sentence, where one was played under a perturbation and another was not, or under another one."
+    if len({r.changed for r in results}) < 2: return []
+    said = "; ".join(f"{r.name} {'under '+r.changed if r.changed else 'as the tasks are'}" for r in results)
+    return [f"They were not played in one scene ({said}): a difference between two of them is one of scenes as much as one of policies."]
+
 def paragraph(results:list, verdicts:list)->str:
     "All of it in sentences."
     def line(r):
@@ -180,7 +186,7 @@ def paragraph(results:list, verdicts:list)->str:
         mean,*ends = r.credit or [None]
         credit = [f"partial credit {percent(mean)} % [{', '.join(map(percent, ends))}]"] if r.credit else []
         return f"{r.name} ({r.form}) succeeded in {r.k} of {r.n} episodes, {'; '.join([found, *credit, *r.lacks])}."
-    return "\n".join([*map(line, results), *map(sentence, verdicts), ABOUT])
+    return "\n".join([*map(line, results), *map(sentence, verdicts), *scenes(results), ABOUT])
 
 # %% ../../nbs/eval/12_audit.ipynb #67b8ba71
 LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

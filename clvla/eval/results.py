@@ -31,6 +31,7 @@ class Results:
     episodes:pd.DataFrame|None = None # of COLUMNS, where episodes are known; trial None: not which initial state
     lacks:list = field(default_factory=list) # what the record does not say
     plan:dict|str|None = None # under which a run of clvla was begun, "": none; None: the record does not say
+    changed:str = ""          # perturbations that the episodes were played under, "": none that the record names
 
     @property
     def k(self)->int: return int(self.counts.k.sum())
@@ -219,7 +220,7 @@ def of_run(name:str, path:Path)->Results:
     rows = [dict(task=r["task"], trial=r["trial"], seed=config.get("seed", 0), success=r["success"]) for r in final(records)]
     changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
     found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}", pd.DataFrame(rows, columns=COLUMNS))
-    found.plan = config.get("plan", "")
+    found.plan,found.changed = config.get("plan", ""),", ".join(changed)
     return found
 
 def of_json(name:str, path:Path, d)->Results:

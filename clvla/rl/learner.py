@@ -130,6 +130,7 @@ def build(self:Practice,
                                lambda: placed(self.method.policy, self.rollout), **self.pool)
     self.write_stream()
 
+# %% ../../nbs/rl/21_learner.ipynb #c9bab202
 @patch
 def load_or_store(self:Practice, checkpoint):
     "Load the checkpoint's weights into the method's policy; store its frozen weights, once on the machine."

@@ -20,7 +20,7 @@ from .token_method import TokenMethod
 from .transitions import action_chunks, transitions
 from .tuning import TokenTuner
 
-# %% ../../nbs/rl/14_token_td3.ipynb #c1400005
+# %% ../../nbs/rl/14_token_td3.ipynb #38274201
 class TokenTD3(TokenMethod):
     "Off-policy practice with a frozen policy, or with one that learns too."
     def __init__(self,
@@ -59,66 +59,79 @@ class TokenTD3(TokenMethod):
         self.tune_kw = dict(encoder_lr=encoder_lr, vla_lr=vla_lr, tune_q=tune_q, recon=recon)
         self.tuner,self.attempts = None,[]   # where something learns besides actor and critics; all attempts so far
 
-    def prepare(self, ctx):
-        super().prepare(ctx)
-        actor = self.policy.actor
-        with first_weights(self.seed, "practice", "critic"):
-            critic = TwinCritic(actor.X, actor.C, actor.A, self.hidden).to(ctx.device)
-        # the only reward is 1 at success, which ends the episode
-        self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed, **self.td3_kw)
-        self.replay = self.make_replay()
-        self.source = TransitionSource(lambda: self.replay, [task.id for task in ctx.tasks], self.seed)
-        if not (self.tune_kw["encoder_lr"] or self.tuned): return
-        learns = [name for name,p in self.base.named_parameters() if p.requires_grad]
-        self.tuner = TokenTuner(self.policy, learns, seed=self.seed, **self.tune_kw)
-
     def nets(self)->dict: return self.td3.held
     def samples(self, cfg)->int: return self.sample
     @property
     def unheld(self)->str:
         return "encoder_lr and vla_lr let weights learn that no algorithm holds; leave them out" if self.tuned or self.tune_kw["encoder_lr"] else ""
 
-    def make_replay(self)->Replay:
-        actor,number = self.policy.actor,((), torch.float32)
-        chunk = (actor.C, actor.A),torch.float32
-        return Replay(self.capacity, states=dict(x=((actor.X,), torch.float32), ref=chunk), device=self.ctx.device,
-                      fields=dict(action=chunk, reward=number, mask=number), seed=self.seed)
+# %% ../../nbs/rl/14_token_td3.ipynb #a471bb03
+@patch
+def prepare(self:TokenTD3, ctx):
+    TokenMethod.prepare(self, ctx)
+    actor = self.policy.actor
+    with first_weights(self.seed, "practice", "critic"):
+        critic = TwinCritic(actor.X, actor.C, actor.A, self.hidden).to(ctx.device)
+    # the only reward is 1 at success, which ends the episode
+    self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed, **self.td3_kw)
+    self.replay = self.make_replay()
+    self.source = TransitionSource(lambda: self.replay, [task.id for task in ctx.tasks], self.seed)
+    if not (self.tune_kw["encoder_lr"] or self.tuned): return
+    learns = [name for name,p in self.base.named_parameters() if p.requires_grad]
+    self.tuner = TokenTuner(self.policy, learns, seed=self.seed, **self.tune_kw)
 
-    def begin(self):
-        tunes = self.fitted and self.tuner is not None   # behind the first round, when the critics have learnt
-        super().begin()
-        if tunes: self.tune()
+@patch
+def make_replay(self:TokenTD3)->Replay:
+    actor,number = self.policy.actor,((), torch.float32)
+    chunk = (actor.C, actor.A),torch.float32
+    return Replay(self.capacity, states=dict(x=((actor.X,), torch.float32), ref=chunk), device=self.ctx.device,
+                  fields=dict(action=chunk, reward=number, mask=number), seed=self.seed)
 
-    def found(self, a:dict)->dict:
-        "An attempt with its transitions."
-        e,C = a["episode"],self.policy.H
-        found = transitions(e.at, e.success_reward, e.ended, C, self.gamma)
-        return a|dict(found=found|dict(action=torch.as_tensor(action_chunks(a["action"].numpy(), found["first"], C)[0])))
+# %% ../../nbs/rl/14_token_td3.ipynb #75bcbf05
+@patch
+def found(self:TokenTD3, a:dict)->dict:
+    "An attempt with its transitions."
+    e,C = a["episode"],self.policy.H
+    found = transitions(e.at, e.success_reward, e.ended, C, self.gamma)
+    return a|dict(found=found|dict(action=torch.as_tensor(action_chunks(a["action"].numpy(), found["first"], C)[0])))
 
-    def take(self, attempts):
-        tasks = [task.id for task in self.ctx.tasks]
-        for a in map(self.found, attempts):
-            self.replay.push(dict(x=a["x"], ref=a["ref"]), a["found"], tasks.index(a["episode"].task_id))
-            if self.tuner is not None: self.attempts.append(a)
+@patch
+def take(self:TokenTD3, attempts):
+    tasks = [task.id for task in self.ctx.tasks]
+    for a in map(self.found, attempts):
+        self.replay.push(dict(x=a["x"], ref=a["ref"]), a["found"], tasks.index(a["episode"].task_id))
+        if self.tuner is not None: self.attempts.append(a)
 
-    def update(self)->dict:
-        numbers = self.td3.update(self.source.draw(self.sample))
-        return self.note()|{f"rl/{k}": float(v) for k,v in numbers.items()}
+@patch
+def update(self:TokenTD3)->dict:
+    numbers = self.td3.update(self.source.draw(self.sample))
+    return self.note()|{f"rl/{k}": float(v) for k,v in numbers.items()}
 
-    def state_dict(self)->dict:
-        own = dict(td3=self.td3.state_dict(), replay=self.replay.state_dict())
-        return super().state_dict()|own|(dict(tuner=self.tuner.state_dict()) if self.tuner is not None else {})
+# %% ../../nbs/rl/14_token_td3.ipynb #e6e74707
+@patch
+def state_dict(self:TokenTD3)->dict:
+    "Networks with their optimizers, replay, and what tunes; of `TokenMethod`, the rest."
+    own = dict(td3=self.td3.state_dict(), replay=self.replay.state_dict())
+    return TokenMethod.state_dict(self)|own|(dict(tuner=self.tuner.state_dict()) if self.tuner is not None else {})
 
-    def load_state_dict(self, state):
-        played = self.waiting
-        super().load_state_dict(state)
-        self.td3.load_state_dict(state["td3"])
-        self.replay.load_state_dict(state["replay"])
-        if self.tuner is None: return
-        self.tuner.load_state_dict(state["tuner"])
-        self.attempts = [self.found(self.states(e)|dict(episode=e)) for e in played]
+@patch
+def load_state_dict(self:TokenTD3, state):
+    "Continue; a replay that was filled anew finds its attempts again."
+    played = self.waiting
+    TokenMethod.load_state_dict(self, state)
+    self.td3.load_state_dict(state["td3"])
+    self.replay.load_state_dict(state["replay"])
+    if self.tuner is None: return
+    self.tuner.load_state_dict(state["tuner"])
+    self.attempts = [self.found(self.states(e)|dict(episode=e)) for e in played]
 
 # %% ../../nbs/rl/14_token_td3.ipynb #c1400031
+@patch
+def begin(self:TokenTD3):
+    tunes = self.fitted and self.tuner is not None   # behind the first round, when the critics have learnt
+    TokenMethod.begin(self)
+    if tunes: self.tune()
+
 @patch
 def tune(self:TokenTD3):
     "Let encoder and policy learn from stored pictures, then make all states and references anew."
