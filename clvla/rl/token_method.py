@@ -82,32 +82,7 @@ class TokenMethod(Method):
         self.policy = self.make_policy()
         if self.given: self.take_token()
 
-    @property
-    def acting(self):
-        "The policy; it explores as soon as its encoder has learnt."
-        view = copy.copy(self.policy)   # with the same weights
-        view.explore = self.fitted
-        return view
-
     def add(self, episodes): self.waiting += episodes
-
-    def begin(self):
-        "Learn the encoder once; what has been played since the last round becomes states."
-        if not self.fitted: self.fit_encoder()
-        self.fitted = True
-        self.take([self.states(e)|dict(episode=e) for e in self.waiting])
-        self.waiting = []
-
-    def note(self)->dict:
-        "The numbers that wait for the log."
-        noted,self.noted = self.noted,{}
-        return noted
-
-    def docs(self)->dict:
-        "token.json, as soon as there is a token."
-        learnt = self.fitted and self.policy.codec is not None
-        return {"token.json": token_doc(self.policy.config["token"], self.policy.codec,
-                                         weights_hash(self.policy.vla) if self.tuned else self.vla)} if learnt else {}
 
     def nets(self)->dict: return {}   # name -> `HeldNet` or `OnPolicy`: what learns
     def take(self, attempts:list): raise NotImplementedError   # what `states` gives, of each episode
@@ -116,8 +91,41 @@ class TokenMethod(Method):
         self.fitted = bool(state["fitted"])
         super().load_acting({k: v for k,v in state.items() if k != "fitted"})
 
-    def state_dict(self)->dict: return dict(fitted=self.fitted, noted=self.noted)
-    def load_state_dict(self, state): self.fitted,self.noted,self.waiting = state["fitted"],state.get("noted", {}),[]
+# %% ../../nbs/rl/13_token_method.ipynb #e7091302
+@patch(as_prop=True)
+def acting(self:TokenMethod):
+    "The policy; it explores as soon as its encoder has learnt."
+    view = copy.copy(self.policy)   # with the same weights
+    view.explore = self.fitted
+    return view
+
+@patch
+def begin(self:TokenMethod):
+    "Learn the encoder once; what has been played since the last round becomes states."
+    if not self.fitted: self.fit_encoder()
+    self.fitted = True
+    self.take([self.states(e)|dict(episode=e) for e in self.waiting])
+    self.waiting = []
+
+@patch
+def note(self:TokenMethod)->dict:
+    "The numbers that wait for the log."
+    noted,self.noted = self.noted,{}
+    return noted
+
+# %% ../../nbs/rl/13_token_method.ipynb #56aea604
+@patch
+def docs(self:TokenMethod)->dict:
+    "token.json, as soon as there is a token."
+    learnt = self.fitted and self.policy.codec is not None
+    return {"token.json": token_doc(self.policy.config["token"], self.policy.codec,
+                                     weights_hash(self.policy.vla) if self.tuned else self.vla)} if learnt else {}
+
+@patch
+def state_dict(self:TokenMethod)->dict: return dict(fitted=self.fitted, noted=self.noted)
+
+@patch
+def load_state_dict(self:TokenMethod, state): self.fitted,self.noted,self.waiting = state["fitted"],state.get("noted", {}),[]
 
 # %% ../../nbs/rl/13_token_method.ipynb #6758ba03
 @patch(as_prop=True)
@@ -157,6 +165,7 @@ def finish(self:TokenMethod):
                                             "sometimes succeeds and sometimes fails")
             raise
 
+# %% ../../nbs/rl/13_token_method.ipynb #bb53b406
 @patch
 def cl_state(self:TokenMethod, cl)->dict:
     "What each network's algorithm remembers, and how far its stage is."

@@ -92,17 +92,8 @@ class TokenRounds(TokenMethod):
         super().begin()
         if not explored: self.rollout = None
 
-    def take(self, attempts):
-        parts = [self.played(a) for a in attempts]
-        rollout = {k: torch.cat([p[k] for p in parts]) for k in parts[0]} | self.more(attempts, parts)
-        self.rollout = to_device(rollout, self.ctx.device)
-
     def played(self, attempt)->dict: return played_chunks(attempt, self.policy.actor, self.gamma)
     def more(self, attempts, parts)->dict: return {}   # further entries of the rollout
-
-    def update(self)->dict:
-        if self.rollout is None: return self.note()
-        return self.note()|{f"rl/{k}": float(v) for k,v in self.learner.update(self.rollout).items()}
 
     def state_dict(self)->dict:
         return super().state_dict()|dict(rollout=self.rollout, learner=self.learner.state_dict())
@@ -111,6 +102,18 @@ class TokenRounds(TokenMethod):
         super().load_state_dict(state)
         self.rollout = state["rollout"] and to_device(state["rollout"], self.ctx.device)
         self.learner.load_state_dict(state["learner"])
+
+# %% ../../nbs/rl/15_token_ppo.ipynb #caec4408
+@patch
+def take(self:TokenRounds, attempts):
+    parts = [self.played(a) for a in attempts]
+    rollout = {k: torch.cat([p[k] for p in parts]) for k in parts[0]} | self.more(attempts, parts)
+    self.rollout = to_device(rollout, self.ctx.device)
+
+@patch
+def update(self:TokenRounds)->dict:
+    if self.rollout is None: return self.note()
+    return self.note()|{f"rl/{k}": float(v) for k,v in self.learner.update(self.rollout).items()}
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #9e47a107
 READ = "tokens","real"   # (n,L,D) and (n,L) of a rollout: what the encoder reads, and what of it is no padding
@@ -284,6 +287,7 @@ class TokenGRPO(InGroups, EncoderLearns, TokenRounds):
         kind = GRPOWithEncoder if self.recon else GRPO
         return kind(self.policy.actor, beta=self.kl_weight, seed=self.seed, **self.kw)
 
+# %% ../../nbs/rl/15_token_ppo.ipynb #48cfeb0a
 def check_groups_fit(cfg, repeats:int):
     "ValueError unless rounds are made of whole groups of `repeats` attempts."
     if wrong := [k for k in ("episodes", "round_episodes") if getattr(cfg, k)%repeats]: raise ValueError(
