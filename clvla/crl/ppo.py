@@ -11,10 +11,10 @@ import math
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ..cl.base import check_count, check_flag, check_number
 from ..cl.model import Model
 from ..core.batch import first_weights, to_device
 from ..core.names import PAD
+from ..core.settings import Count, Flag, Number, settled
 from .agent import Agent, LACKS, OBSERVED, answers_of, choose, ends_of, log_probs, next_values
 from ..train.on_policy import OnPolicy, check_ends, clip_loss, explained, gae, ratio_metrics, value_loss
 
@@ -175,34 +175,29 @@ class PPO(Agent):
     "Proximal policy optimisation of a small network."
     penalised = boxes = True
     unheld,lacks = "",LACKS | OnPolicy.lacks
+    @settled
     def __init__(self,
         seed:int=0,
-        n_envs:int=8,           # environments at a time
-        horizon:int=64,         # steps in each of them between two updates
+        n_envs:Count()=8,       # environments at a time
+        horizon:Count()=64,     # steps in each of them between two updates
         lr:float=1e-3,
-        gamma:float=.99,        # discount
-        lam:float=.95,          # of GAE
+        gamma:Number(0, 1)=.99, # discount
+        lam:Number(0, 1)=.95,   # of GAE
         epochs:int=4,           # times that each step is used
         minibatch:int=128,      # steps of an optimizer step
         clip:float=.2,          # how far from 1 a ratio counts
-        value_weight:float=.5,
-        entropy_weight:float=.01,
+        value_weight:Number(0)=.5,
+        entropy_weight:Number(0)=.01,
         grad_clip:float=.5,     # largest gradient norm
         kl_stop:float|None=None,# end the update at this KL divergence
-        clip_reward:bool=False, # only the sign of a reward counts
-        reward_scale:float=1.,  # each reward times this, behind the sign: returns far from 1 drown the policy's gradient
-        channels:int=16,        # of the first convolution
-        hidden:int=128,         # width of the hidden layer
-        orthogonal:bool=False   # first weights that keep the size of what passes
+        clip_reward:Flag()=False, # only the sign of a reward counts
+        reward_scale:Number(1e-12, rule="above 0")=1., # each reward times this, behind the sign
+        channels:Count()=16,    # of the first convolution
+        hidden:Count()=128,     # width of the hidden layer
+        orthogonal:Flag()=False # first weights that keep the size of what passes
     ):
         super().__init__(seed, n_envs, horizon)
-        for name,value in dict(gamma=gamma, lam=lam).items(): check_number(name, value, 0, 1)
-        for name,value in dict(value_weight=value_weight, entropy_weight=entropy_weight).items(): check_number(name, value, 0)
-        for name,value in dict(channels=channels, hidden=hidden).items(): check_count(name, value)
-        check_number("reward_scale", reward_scale, 1e-12, rule="above 0")
-        self.gamma,self.clip_reward,self.reward_scale,self.sizes = gamma,clip_reward,reward_scale,dict(channels=channels, hidden=hidden)
-        check_flag("orthogonal", orthogonal)
-        self.orthogonal,self.stops_early = orthogonal,f"kl_stop {kl_stop}"*(kl_stop is not None)
+        self.sizes,self.stops_early = dict(channels=channels, hidden=hidden),f"kl_stop {kl_stop}"*(kl_stop is not None)
         self.kw = dict(lam=lam, value_weight=value_weight, entropy_weight=entropy_weight, lr=lr, epochs=epochs,
                        minibatch=minibatch, clip=clip, grad_clip=grad_clip, kl_stop=kl_stop, seed=seed)
         DiscretePPO(nn.Linear(1, 1), **self.kw)   # refuses settings that cannot work
