@@ -15,8 +15,8 @@ from ..core.batch import first_weights, to_device
 from ..core.settings import Count, Flag, Number, settled
 from .agent import OBSERVED, log_probs
 from .ewc import F_MAX, OnlineEWC
-from .impala import ABOVE0, IMPALA
-from .ppo import PictureNet, scaled
+from .impala import IMPALA
+from .ppo import ABOVE0, PictureNet, scaled
 
 # %% ../../nbs/crl/07_progress_compress.ipynb #c7700007
 def walk(

@@ -17,8 +17,8 @@ from ..core.seeds import seed_of
 from ..core.settings import Count, Flag, Number, settled
 from .agent import Agent, OBSERVED
 from .clear import CLEAR, Unrolls, check_fits, cloning_loss
-from .impala import ABOVE0, actor_critic_loss, corrected, look_at
-from .ppo import PictureNet, check_picture
+from .impala import actor_critic_loss, corrected, look_at
+from .ppo import ABOVE0, PictureNet, check_picture
 from .progress_compress import walk
 
 # %% ../../nbs/crl/09_sane.ipynb #c79a0007
