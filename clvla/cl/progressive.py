@@ -51,7 +51,7 @@ class Progressive(CLAlgorithm):
     zero3,new_params = False,True
     @settled
     def __init__(self,
-        rank:Count()=8,
+        rank:Count()=8,      # of the adapters
         alpha:ALPHA=16.,     # adapters are multiplied by alpha/rank
         trunk:TRUNK="first", # "first": the first task trains the whole policy; "pretrained": no task trains it
         seed:int=0

@@ -90,7 +90,7 @@ class Router(TaskLoRA):
     asks = "layers","tasks","features","words"
     @settled
     def __init__(self,
-        rank:Count()=8,
+        rank:Count()=8,      # of the adapters
         alpha:ALPHA=16.,     # adapters are multiplied by alpha/rank
         trunk:TRUNK="first", # "first": the first task trains the whole policy; "pretrained": no task trains it
         reads:Choice(READS)="all", # what the choice is made from

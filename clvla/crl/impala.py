@@ -77,8 +77,8 @@ class IMPALA(Agent):
         epochs:Count()=4,       # updates on each rollout
         lag:Count(0)=0,         # updates that the acting weights are behind the learning ones
         correct:Flag()=True,    # V-trace; False: every step counts as if the learning weights had played it
-        value_weight:Number(0)=.5,
-        entropy_weight:Number(0)=.002,
+        value_weight:Number(0)=.5, # of the values in the loss
+        entropy_weight:Number(0)=.002, # of the policy's entropy, which is subtracted
         grad_clip:ABOVE0=5.,    # largest gradient norm
         clip_reward:Flag()=False, # only the sign of a reward counts
         channels:Count()=16,    # of the first convolution

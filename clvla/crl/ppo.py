@@ -182,14 +182,14 @@ class PPO(Agent):
         seed:int=0,
         n_envs:Count()=8,       # environments at a time
         horizon:Count()=64,     # steps in each of them between two updates
-        lr:ABOVE0=1e-3,
+        lr:ABOVE0=1e-3,         # of Adam
         gamma:Number(0, 1)=.99, # discount
         lam:Number(0, 1)=.95,   # of GAE
         epochs:Count()=4,       # times that each step is used
         minibatch:Count()=128,  # steps of an optimizer step
         clip:float=.2,          # how far from 1 a ratio counts
-        value_weight:Number(0)=.5,
-        entropy_weight:Number(0)=.01,
+        value_weight:Number(0)=.5, # of the values in the loss
+        entropy_weight:Number(0)=.01, # of the policy's entropy, which is subtracted
         grad_clip:float=.5,     # largest gradient norm
         kl_stop:float|None=None,# end the update at this KL divergence
         clip_reward:Flag()=False, # only the sign of a reward counts

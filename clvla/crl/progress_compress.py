@@ -103,8 +103,8 @@ class ProgressCompress(IMPALA):
         lr:ABOVE0=3e-3,         # of RMSProp, in both phases
         gamma:Number(0, 1)=.99, # discount
         epochs:Count()=4,       # updates on each rollout, in both phases
-        value_weight:Number(0)=.5,
-        entropy_weight:Number(0)=.002,
+        value_weight:Number(0)=.5, # of the values in the loss
+        entropy_weight:Number(0)=.002, # of the policy's entropy, which is subtracted
         grad_clip:ABOVE0=5.,    # largest gradient norm
         clip_reward:Flag()=False, # only the sign of a reward counts
         channels:Count()=16,    # of the first convolution
