@@ -38,7 +38,7 @@ class ER(CLAlgorithm):
         selection:SELECTION="random", # which frames are kept: page cl/selection
         form:FORM="replace"        # "replace" (eq. 1), or "append" (eq. 2): remembered samples behind a whole batch
     ):
-        if form == "append": check_number("replay_ratio", replay_ratio, 0)
+        if form == "append": check_number("replay_ratio", replay_ratio, 0)   # its range depends on another setting
         else: check_number("replay_ratio", replay_ratio, 0, 1-1e-9, "in [0,1), as .3 for three samples in ten")
         self.replay_ratio,self.append = replay_ratio,form == "append"
         self.replayed = Counter() # old task -> samples, since a task began
