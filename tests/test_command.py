@@ -59,6 +59,19 @@ def test_help_lists_every_parameter_with_its_default(command):
     assert all(f"--{option}" in text for option in HAS[command])
 
 
+def test_list_says_default_range_and_meaning_of_every_setting(capsys):
+    "Of the algorithms and of the agents; JSON has the same."
+    assert main(["list", "mas", "clear"]) == 0
+    said = capsys.readouterr().out
+    assert "mas: Memory aware synapses. (against forgetting, --cl NAME)" in said and "clear: IMPALA with replay and cloning. (agents, clvla agents --algo NAME)" in said
+    assert "  --lam 0.1         strength of the penalty, eq. 4 [a number at least 0]" in said and "[a number in [0,1], or None]" in said and "--seed" not in said
+    assert main(["list", "mir", "--json"]) == 0
+    rows = {s["name"]: s for s in json.loads(capsys.readouterr().out)["mir"]["methods"]["settings"]}
+    assert rows["refresh"] == dict(name="refresh", default=1, allowed="a whole number of at least 1", meaning="score candidates every so many steps; 1 = the paper, 50 costs next to nothing")
+    assert rows["store"]["meaning"].startswith('"refs": samples by number'), "of ER, whose argument it is"
+    assert main(["list", "mirr"]) == 1 and "did you mean 'mir'?" in capsys.readouterr().err
+
+
 def test_every_command_is_in_the_help_and_has_its_own():
     said = clvla("--help").stdout
     assert all(f"\n  {name} " in said for name in COMMANDS)

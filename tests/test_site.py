@@ -116,7 +116,7 @@ def test_api_says_what_the_source_says(html):
     from clvla.cl import er
     text = re.sub("<[^>]+>", "", html["api/cl.er.html"])
     assert all(f"{name}" in text for name in er.__all__)
-    assert "samples kept of each finished task; None or 0: all" in text and "buffer_size: int | None=1000" in text
+    assert "samples kept of each finished task; None or 0: all" in text and "buffer_size: Count(0, none=True)=1000" in text
     assert "Samples in memory, and samples replayed" in text, "a method that @patch adds"
 
 

@@ -6,9 +6,10 @@
 __all__ = ['dot', 'project', 'AGEM']
 
 # %% ../../nbs/cl/11_agem.ipynb #6a1d3c5d
-from .base import CLAlgorithm, check_count
-from .buffer import TaskBuffer
+from .base import CLAlgorithm
+from .buffer import SAMPLING, SELECTION, SIZE, STORE, TaskBuffer
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
+from ..core.settings import Count, settled
 
 # %% ../../nbs/cl/11_agem.ipynb #4aa8d6bf
 def dot(
@@ -32,17 +33,17 @@ class AGEM(CLAlgorithm):
     "Averaged gradient episodic memory."
     asks = "replay",
     zero3 = False
+    @settled
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
-        n_ref:int=64,              # samples of one reference gradient
-        sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
-        store:str="refs",          # "refs" or "values"
-        total_size:int|str|None=None,  # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
+        buffer_size:Count(0, none=True)=1000, # frames kept of each finished task; 0 or None: all
+        n_ref:Count()=64,          # samples of one reference gradient
+        sampling:SAMPLING="balanced", # see `TaskBuffer`
+        store:STORE="refs",        # see `TaskBuffer`
+        total_size:SIZE=None,      # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
-        selection:str="random"     # which frames are kept: page cl/selection
+        selection:SELECTION="random" # which frames are kept: page cl/selection
     ):
-        check_count("n_ref", n_ref)
-        self.n_ref,self.n_steps,self.n_vetoed = n_ref,0,0
+        self.n_steps,self.n_vetoed = 0,0
         self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
         self.generator = torch_rng(seed, "agem noise")
 

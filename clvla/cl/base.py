@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ..core.batch import batch_size, cat, take, to_device, torch_rng
+from ..core.settings import Choice, Count, Flag, Number
 
 # %% ../../nbs/cl/00_base.ipynb #57376aff
 class CLAlgorithm:
@@ -70,24 +71,19 @@ def prepare_stages(
 # %% ../../nbs/cl/00_base.ipynb #cfcac376
 def check_choice(name:str, value, choices):
     "ValueError unless `value` is one of `choices`."
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, found {value!r}")
+    Choice(choices).check(name, value)
 
 def check_count(name:str, value, least:int=1):
     "ValueError unless `value` is an integer of at least `least`."
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
+    Count(least).check(name, value)
 
 def check_number(name:str, value, low:float, high:float=float("inf"), rule:str=""):
     "ValueError unless `value` is a finite number in [low, high]; `rule` says what is allowed, where it is not that."
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or abs(value) == float("inf"):
-        rule = rule or (f"at least {low:g}" if high == float("inf") else f"in [{low:g},{high:g}]")
-        raise ValueError(f"{name} must be a number {rule}, found {value!r}")
+    Number(low, high, rule).check(name, value)
 
 def check_flag(name:str, value):
     "ValueError unless `value` is True or False."
-    if not isinstance(value, bool): raise ValueError(f"{name} must be True or False, found {value!r}")
+    Flag().check(name, value)
 
 # %% ../../nbs/cl/00_base.ipynb #5ce2bc37
 class Process:

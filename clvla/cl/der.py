@@ -6,18 +6,21 @@
 __all__ = ['DER']
 
 # %% ../../nbs/cl/23_der.ipynb #f2a02303
-from .derpp import DERpp
+from .buffer import SAMPLING, SELECTION, SIZE
+from .derpp import DISTANCE, DERpp
+from ..core.settings import Count, Number, settled
 
 # %% ../../nbs/cl/23_der.ipynb #f2a02307
 class DER(DERpp):
     "Dark experience replay."
+    @settled
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
-        alpha:float=.5,            # weight of the stored outputs
-        n_mem:int|None=None,       # remembered samples of one update; None: as many as in the batch
-        sampling:str="balanced",   # "balanced", "rotating" or "uniform": see `TaskBuffer`
-        total_size:int|str|None=None,  # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
+        buffer_size:Count(0, none=True)=1000, # frames kept of each finished task; 0 or None: all
+        alpha:Number(0)=.5,        # weight of the stored outputs
+        n_mem:Count(none=True)=None, # remembered samples of one update; None: as many as in the batch
+        sampling:SAMPLING="balanced", # see `TaskBuffer`
+        total_size:SIZE=None,      # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
-        selection:str="random",    # which frames are kept: page cl/selection
-        distance:str="squares"     # of outputs: "squares", or "kl": CLEAR's cloning, for a head of discrete actions
+        selection:SELECTION="random", # which frames are kept: page cl/selection
+        distance:DISTANCE="squares" # of outputs: "squares", or "kl": CLEAR's cloning, for a head of discrete actions
     ): super().__init__(buffer_size, alpha, 0., n_mem, sampling, total_size, seed, selection, distance)

@@ -13,9 +13,10 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from torch.nn.functional import gelu
-from .base import CLAlgorithm, check_choice, check_count
-from .task_lora import Beside, refuse_lora
+from .base import CLAlgorithm
+from .task_lora import TRUNK, Beside, refuse_lora
 from ..core.batch import torch_rng
+from ..core.settings import Count, settled
 
 # %% ../../nbs/cl/29_dwe.ipynb #29b09fb7
 class Units(nn.Module):
@@ -84,14 +85,13 @@ class DWE(CLAlgorithm):
     "Hidden units of its own for every task, on top of those of the tasks before."
     asks = "layers","tasks"
     zero3,new_params = False,True
+    @settled
     def __init__(self,
-        units:int=8,         # that a task adds to each linear layer
-        trunk:str="first",   # "first": the first task trains the whole policy; "pretrained": no task trains it
+        units:Count()=8,     # that a task adds to each linear layer
+        trunk:TRUNK="first", # "first": the first task trains the whole policy; "pretrained": no task trains it
         seed:int=0
     ):
-        check_count("units", units)
-        check_choice("trunk", trunk, ("first", "pretrained"))
-        self.units,self.trunk,self.seed = units,trunk,seed
+        self.seed = seed
         self.visits,self.t,self.n_grown = {},0,0   # task id -> its stage; the stage under way; weights added so far
 
     def prepare(self, policy, t, stream):

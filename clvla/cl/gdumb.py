@@ -6,19 +6,21 @@
 __all__ = ['GDumb']
 
 # %% ../../nbs/cl/22_gdumb.ipynb #f2a02203
-from .buffer import TaskBuffer
+from .buffer import SELECTION, SIZE, STORE, TaskBuffer
 from .from_scratch import FromScratch
+from ..core.settings import settled
 
 # %% ../../nbs/cl/22_gdumb.ipynb #f2a02208
 class GDumb(FromScratch):
     "Greedy sampler and dumb learner."
     asks = "restart","replay"
     alone = "it trains on its memory alone, from the initial weights"
+    @settled
     def __init__(self,
-        total_size:int|str|None=1000, # samples kept of all tasks together, shared equally, or bytes as "50 MB"; None: all
-        store:str="refs",         # "refs": samples by number, read again from the data; "values": copies
+        total_size:SIZE=1000,     # samples kept of all tasks together, shared equally, or bytes as "50 MB"; None: all
+        store:STORE="refs",       # "refs": samples by number, read again from the data; "values": copies
         seed:int=0,
-        selection:str="random"    # which frames are kept, as the initial policy sees them: page cl/selection
+        selection:SELECTION="random" # which frames are kept, as the initial policy sees them: page cl/selection
     ):
         super().__init__()
         self.buf = TaskBuffer(None, "balanced", store, total_size, seed, selection)

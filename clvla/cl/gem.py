@@ -9,9 +9,10 @@ __all__ = ['nonnegative', 'project', 'GEM']
 import torch
 from torch import Tensor
 from .agem import AGEM
-from .base import check_number, flat, unflat
-from .buffer import draw_positions
+from .base import flat, unflat
+from .buffer import SELECTION, SIZE, STORE, draw_positions
 from ..core.batch import to_device, torch_rng
+from ..core.settings import Count, Number, settled
 
 # %% ../../nbs/cl/24_gem.ipynb #f2a02408
 def nonnegative(
@@ -57,18 +58,18 @@ def project(
 # %% ../../nbs/cl/24_gem.ipynb #f2a02416
 class GEM(AGEM):
     "Gradient episodic memory."
+    @settled
     def __init__(self,
-        buffer_size:int|None=1000, # frames kept of each finished task; 0 or None: all
-        n_ref:int=32,              # samples of each task's gradient
-        gamma:float=.5,            # lower bound on v
-        store:str="refs",          # "refs" or "values"
-        total_size:int|str|None=None,  # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
+        buffer_size:Count(0, none=True)=1000, # frames kept of each finished task; 0 or None: all
+        n_ref:Count()=32,          # samples of each task's gradient
+        gamma:Number(0)=.5,        # lower bound on v
+        store:STORE="refs",        # see `TaskBuffer`
+        total_size:SIZE=None,      # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
-        selection:str="random"     # which frames are kept: page cl/selection
+        selection:SELECTION="random" # which frames are kept: page cl/selection
     ):
-        check_number("gamma", gamma, 0)
         super().__init__(buffer_size, n_ref, "balanced", store, total_size, seed, selection)
-        self.gamma,self.generator = gamma,torch_rng(seed, "gem noise")
+        self.generator = torch_rng(seed, "gem noise")
 
     def reference(self, ctx, task_id)->Tensor:
         "Gradient of the loss on a draw from one task's memory."

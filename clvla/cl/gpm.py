@@ -10,9 +10,10 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
-from .base import CLAlgorithm, check_choice, check_count, check_number
+from .base import CLAlgorithm
 from .probe import quiet
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
+from ..core.settings import Choice, Count, Number, settled
 
 # %% ../../nbs/cl/37_gpm.ipynb #2cca9508
 def directions(
@@ -73,22 +74,16 @@ class GPM(CLAlgorithm):
     "Updates that leave the inputs of earlier tasks alone."
     zero3 = False       # changes whole weights
     same_params = True
+    @settled
     def __init__(self,
-        threshold:float=.97,    # share of the inputs' energy that is kept, in [0,1] (eq. 2)
-        growth:float=0.,        # added to it with each task, up to 1
-        rest:str="freeze",      # parameters that are no matrix: "freeze" after the first task, or "train"
-        project:str="update",   # "update": gradients and updates are projected; "gradient": gradients alone
-        n_batches:int=8,        # batches whose inputs are looked at when a task ends
-        B:int=32,               # samples of each
+        threshold:Number(0, 1)=.97, # share of the inputs' energy that is kept (eq. 2)
+        growth:Number(0, 1)=0., # added to it with each task, up to 1
+        rest:Choice(("freeze", "train"))="freeze", # parameters that are no matrix: "freeze" after the first task
+        project:Choice(("update", "gradient"))="update", # "update": gradients and updates; "gradient": gradients alone
+        n_batches:Count()=8,    # batches whose inputs are looked at when a task ends
+        B:Count()=32,           # samples of each
         seed:int=0
     ):
-        check_number("threshold", threshold, 0, 1)
-        check_number("growth", growth, 0, 1)
-        check_choice("rest", rest, ("freeze", "train"))
-        check_choice("project", project, ("update", "gradient"))
-        check_count("n_batches", n_batches)
-        check_count("B", B)
-        self.threshold,self.growth,self.rest,self.project,self.n_batches,self.B = threshold,growth,rest,project,n_batches,B
         self.generator = torch_rng(seed, "gpm noise")
         self.bases,self.before = {},{}   # name -> (d,k) kept directions; name -> weights before an update
 

@@ -7,10 +7,10 @@ __all__ = ['gss_greedy', 'GSSBuffer', 'GSS']
 
 # %% ../../nbs/cl/28_gss.ipynb #f2a02803
 import numpy as np
-from .base import check_count, check_number
-from .buffer import TaskBuffer
-from .er import ER
+from .buffer import SAMPLING, SIZE, STORE, TaskBuffer
+from .er import FORM, ER
 from .selection import TaskFrames
+from ..core.settings import Count, Number, settled
 
 # %% ../../nbs/cl/28_gss.ipynb #f2a02807
 def gss_greedy(
@@ -47,18 +47,17 @@ class GSSBuffer(TaskBuffer):
 class GSS(ER):
     "Experience replay from a memory of different gradients."
     zero3 = False
+    @settled
     def __init__(self,
-        buffer_size:int|None=1000, # samples kept of each finished task; None or 0: all
+        buffer_size:Count(0, none=True)=1000, # samples kept of each finished task; None or 0: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
-        sampling:str="balanced",   # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
-        store:str="refs",          # "refs": samples by number, read again from the data; "values": copies
-        total_size:int|str|None=None,  # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
-        n_compare:int|None=10,     # stored samples that each new one is compared with; None: all
-        below:float=.5,            # largest cosine of a sample that may replace another; 0 in the paper
+        sampling:SAMPLING="balanced", # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
+        store:STORE="refs",        # "refs": samples by number, read again from the data; "values": copies
+        total_size:SIZE=None,      # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
+        n_compare:Count(none=True)=10, # stored samples that each new one is compared with; None: all
+        below:Number(-1, 1)=.5,    # largest cosine of a sample that may replace another; 0 in the paper
         seed:int=0,
-        form:str="replace"         # as in ER
+        form:FORM="replace"        # as in ER
     ):
         super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, form=form)
-        if n_compare is not None: check_count("n_compare", n_compare)
-        check_number("below", below, -1, 1)
         self.buf = GSSBuffer(buffer_size or None, sampling, store, total_size, n_compare, below, seed)

@@ -9,9 +9,10 @@ __all__ = ['weights_now', 'L2', 'trade', 'plot_trade']
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from .base import CLAlgorithm, CLContext, check_number, flat
+from .base import CLAlgorithm, CLContext, flat
 from .ewc import check_springs
 from .quick import quick_compare
+from ..core.settings import Number, settled
 
 # %% ../../nbs/cl/18_l2.ipynb #f2a01808
 def weights_now(ctx:CLContext)->Tensor: # (P,) in fp32, detached
@@ -22,11 +23,11 @@ class L2(CLAlgorithm):
     "Springs that rest at the weights of the last task, all of one stiffness."
     zero3 = False  # springs hold whole weights
     same_params = True
+    @settled
     def __init__(self,
-        lam:float=.01 # stiffness of all springs, eq. 1
+        lam:Number(0)=.01 # stiffness of all springs, eq. 1
     ):
-        check_number("lam", lam, 0)
-        self.lam,self.names = lam,[]
+        self.names = []
         self.omega = self.star = None # (P,) or (1,) importance, (P,) rest position; None in the first task
         self.last = torch.zeros(())   # the last penalty, for the log
 

@@ -8,19 +8,21 @@ __all__ = ['LFL']
 # %% ../../nbs/cl/26_lfl.ipynb #f2a02603
 from torch import nn
 from fastcore.basics import patch
-from .lwf import LwF
+from .lwf import WORDS, LwF
+from ..core.settings import Flag, Number, settled
 
 # %% ../../nbs/cl/26_lfl.ipynb #f2a02608
 class LFL(LwF):
     "Less-forgetful learning."
     asks = "outputs","features","words"
+    @settled
     def __init__(self,
-        lam:float=1.,          # weight of the teacher's features
-        prompts:str="past",    # instructions that student and teacher are asked with: "past" or "current"
-        freeze_head:bool=False # the head learns in the first task only
+        lam:Number(0)=1.,      # weight of the teacher's features
+        prompts:WORDS="past",  # instructions that student and teacher are asked with
+        freeze_head:Flag()=False # the head learns in the first task only
     ):
         super().__init__(lam, prompts)
-        self.freeze_head = self.new_params = freeze_head
+        self.new_params = freeze_head
 
     def difference(self, out, target, batch): return (out["pooled"]-target["pooled"]).square().mean()
 

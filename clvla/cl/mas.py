@@ -10,10 +10,12 @@ from dataclasses import replace
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from .base import CLContext, check_choice, check_count, check_flag, check_number, flat
+from .base import CLContext, flat
+from .ewc import FORM, ABOVE0
 from .l2 import L2
 from .probe import draw_noise, quiet, sample_grads
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
+from ..core.settings import Count, Flag, Number, settled
 
 # %% ../../nbs/cl/20_mas.ipynb #f2a02008
 class AnswerLength(nn.Module):
@@ -67,24 +69,19 @@ def unit_mean(
 class MAS(L2):
     "Memory aware synapses."
     asks = "outputs",
+    @settled
     def __init__(self,
-        lam:float=.1,          # strength of the penalty, eq. 4
-        alpha:float|None=None, # None: the tasks' importance is added up; in [0,1]: share of the old in an average
-        form:str="sample",     # "sample" (eq. 3) or "batch"
-        n_batches:int=8,       # batches that the answers are measured on
-        B:int=32,              # samples of each
-        normalise:bool=True,   # divide the importance by its mean
-        o_max:float=100.,      # bound on one weight's importance, in units of the mean
+        lam:Number(0)=.1,      # strength of the penalty, eq. 4
+        alpha:Number(0, 1, none=True)=None, # share of the old importance in an average; None: the sum of all
+        form:FORM="sample",    # "sample" (eq. 3) or "batch"
+        n_batches:Count()=8,   # batches that the answers are measured on
+        B:Count()=32,          # samples of each
+        normalise:Flag()=True, # divide the importance by its mean
+        o_max:ABOVE0=100.,     # bound on one weight's importance, in units of the mean
         seed:int=0
     ):
-        if alpha is not None: check_number("alpha", alpha, 0, 1)
-        check_choice("form", form, ("sample", "batch"))
-        for name,n in dict(n_batches=n_batches, B=B).items(): check_count(name, n)
-        check_flag("normalise", normalise)
-        check_number("o_max", o_max, 1e-30, rule="above 0")
         super().__init__(lam)
-        self.alpha,self.form,self.normalise,self.o_max = alpha,form,normalise,o_max
-        self.n_batches,self.B,self.generator = n_batches,B,torch_rng(seed, "mas noise")
+        self.generator = torch_rng(seed, "mas noise")
 
     def importance(self, ctx, theta:Tensor)->Tensor:
         batches = ctx.loader.sample_batches(self.n_batches, self.B, "mas")

@@ -11,11 +11,12 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from ..core.batch import batch_size, rng_state, set_rng_state, to_device, torch_rng
-from .base import CLContext, check_choice, check_count
-from .buffer import draw_positions
+from .base import CLContext
+from .buffer import SAMPLING, SELECTION, SIZE, STORE, draw_positions
 from .engine import Engine
-from .er import ER
+from .er import FORM, ER
 from .probe import draw_noise, losses_at, quiet, virtual_step
+from ..core.settings import Choice, Count, settled
 
 # %% ../../nbs/cl/09_mir.ipynb #0df99e3b
 def interference(
@@ -65,24 +66,21 @@ class MIR(ER):
     "Maximally interfered retrieval on top of experience replay."
     asks = "replay","adamw"
     zero3 = False  # scoring needs whole weights
+    @settled
     def __init__(self,
-        buffer_size:int|None=1000, replay_ratio:float=.3, sampling:str="balanced", store:str="refs", # as in ER
-        total_size:int|str|None=None, # as in ER
-        refresh:int=1,       # score candidates every so many steps; 1 = the paper, 50 costs next to nothing
-        candidates:int=16,   # C, samples that are scored
-        top_k:int=8,         # k, how many of them are kept
-        n_draws:int=4,       # times the policy's own noise draws
-        between:str="draw",  # between refreshes: "draw" (like ER) or "cache" (the top k only)
+        buffer_size:Count(0, none=True)=1000, replay_ratio:float=.3, # as in ER
+        sampling:SAMPLING="balanced", store:STORE="refs", total_size:SIZE=None, # as in ER
+        refresh:Count()=1,   # score candidates every so many steps; 1 = the paper, 50 costs next to nothing
+        candidates:Count()=16, # C, samples that are scored
+        top_k:Count()=8,     # k, how many of them are kept
+        n_draws:Count()=4,   # times the policy's own noise draws
+        between:Choice(("draw", "cache"))="draw", # between refreshes: "draw" (like ER) or "cache" (the top k only)
         seed:int=0,
-        selection:str="random", form:str="replace" # as in ER
+        selection:SELECTION="random", form:FORM="replace" # as in ER
     ):
         super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, selection, form)
-        counts = dict(refresh=refresh, candidates=candidates, top_k=top_k, n_draws=n_draws)
-        for name,value in counts.items(): check_count(name, value)
-        check_choice("between", between, ("draw", "cache"))
         if top_k > candidates: raise ValueError(f"top_k={top_k} is more than candidates={candidates}; keep at "
             f"most as many as are scored")
-        self.refresh,self.candidates,self.top_k,self.n_draws,self.between = refresh,candidates,top_k,n_draws,between
         self.generator,self.cache = torch_rng(seed, "mir noise"),[] # cache: the best of the last refresh
         self.step,self.n_refresh,self.scores = 0,0,[0., 0.]         # of this stage; scores: largest and mean
 

@@ -9,9 +9,10 @@ __all__ = ['Adapters', 'add_stage', 'OLoRA']
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from .base import CLAlgorithm, check_count, check_number
-from .task_lora import Adapted, Beside, check_rank, check_settings, refuse_lora
+from .base import CLAlgorithm
+from .task_lora import ALPHA, TRUNK, Adapted, Beside, check_rank, refuse_lora
 from ..core.batch import torch_rng
+from ..core.settings import Count, Number, settled
 
 # %% ../../nbs/cl/38_olora.ipynb #3cee9207
 class Adapters(Beside):
@@ -62,18 +63,16 @@ class OLoRA(CLAlgorithm):
     "Adapters of all tasks together, each orthogonal to the earlier ones."
     asks = ("layers",)
     zero3,new_params = False,True
+    @settled
     def __init__(self,
-        rank:int=8,              # of the trunk's adapters
-        head_rank:int|None=None, # of the head's; None: `rank`; 0: the head is trained as it is
-        alpha:float=16.,         # adapters are multiplied by alpha/rank
-        lam:float=.5,            # on the overlap of a new adapter with the earlier ones (eq. 1)
-        trunk:str="first",       # "first": the first task trains the whole policy; "pretrained": no task trains it
+        rank:Count()=8,          # of the trunk's adapters
+        head_rank:Count(0, none=True)=None, # of the head's; None: `rank`; 0: the head is trained as it is
+        alpha:ALPHA=16.,         # adapters are multiplied by alpha/rank
+        lam:Number(0)=.5,        # on the overlap of a new adapter with the earlier ones (eq. 1)
+        trunk:TRUNK="first",     # "first": the first task trains the whole policy; "pretrained": no task trains it
         seed:int=0
     ):
-        check_settings(rank, alpha, trunk)
-        if head_rank is not None: check_count("head_rank", head_rank, 0)
-        check_number("lam", lam, 0)
-        self.rank,self.head_rank,self.alpha,self.lam,self.seed = rank,rank if head_rank is None else head_rank,alpha,lam,seed
+        self.head_rank,self.seed = rank if head_rank is None else head_rank,seed
         self.first = 1 if trunk == "first" else 0   # the first stage with adapters
         self.n_stages,self.bytes,self.last = 0,0,torch.zeros(())   # with adapters; of these; overlap in the last update
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from .base import CLAlgorithm, check_number
+from .base import CLAlgorithm
+from ..core.settings import Number, settled
 
 # %% ../../nbs/cl/14_packnet.ipynb #98d8e09e
 def largest(
@@ -30,13 +31,11 @@ class PackNet(CLAlgorithm):
     asks = "layers","tasks"
     zero3,new_params = False,True
     whole_task = True  # prunes after a share of a task's updates
+    @settled
     def __init__(self,
-        share:float|None=None, # of the free weights that a task keeps, in (0,1]; None: equal parts for all tasks
-        retrain:float=1/3      # share of a task's updates that come after the pruning
+        share:Number(1e-6, 1, "in (0,1]", none=True)=None, # of the free weights that a task keeps; None: equal parts
+        retrain:Number(0, 1)=1/3 # share of a task's updates that come after the pruning
     ):
-        if share is not None: check_number("share", share, 1e-6, 1, "in (0,1]")
-        check_number("retrain", retrain, 0, 1)
-        self.share,self.retrain = share,retrain
         self.owner,self.visits = {},{}            # name -> uint8 tensor; task id -> k
         self.k,self.pruned,self.n_stages = 0,False,0 # the task under way, counted from 1; are its weights chosen?
 

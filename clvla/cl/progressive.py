@@ -12,8 +12,9 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from .base import CLAlgorithm
-from .task_lora import Adapted, Beside, check_rank, check_settings, refuse_lora, trained_set, write_set
+from .task_lora import ALPHA, TRUNK, Adapted, Beside, check_rank, refuse_lora, trained_set, write_set
 from ..core.batch import torch_rng
+from ..core.settings import Count, settled
 
 # %% ../../nbs/cl/33_progressive.ipynb #f9b6d84c
 class Column(nn.Module):
@@ -48,14 +49,14 @@ class Progressive(CLAlgorithm):
     "Adapters of its own for every task, beside those of the tasks before."
     asks = "layers","tasks"
     zero3,new_params = False,True
+    @settled
     def __init__(self,
-        rank:int=8,
-        alpha:float=16.,     # adapters are multiplied by alpha/rank
-        trunk:str="first",   # "first": the first task trains the whole policy; "pretrained": no task trains it
+        rank:Count()=8,      # of the adapters
+        alpha:ALPHA=16.,     # adapters are multiplied by alpha/rank
+        trunk:TRUNK="first", # "first": the first task trains the whole policy; "pretrained": no task trains it
         seed:int=0
     ):
-        check_settings(rank, alpha, trunk)
-        self.rank,self.alpha,self.trunk,self.seed = rank,alpha,trunk,seed
+        self.seed = seed
         self.first = 1 if trunk == "first" else 0   # the first stage with adapters
         self.visits,self.t = {},0                   # task id -> its stage; the stage under way
         self.start,self.heads = {},{}               # a head's first values; stage, as text -> its head

@@ -9,11 +9,12 @@ __all__ = ['keys', 'logits', 'task_batch', 'ace_loss', 'ERACE', 'icarl_loss', 'I
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize, one_hot
-from .base import CLAlgorithm, check_number
+from .base import CLAlgorithm
 from .er import ER
 from .lwf import answers, weights_of
 from .router import LDA
 from ..core.names import ACTION
+from ..core.settings import Number, settled
 
 # %% ../../nbs/cl/36_relatives.ipynb #d76d232c
 def keys(batch:dict)->Tensor: return batch[ACTION][:, 0, 0].long()   # (B,) the classes: first actions of the chunks
@@ -100,16 +101,15 @@ class ICaRL(ER):
 # %% ../../nbs/cl/36_relatives.ipynb #e9a03633
 class CoPE(ER):
     "Replay with prototypes in place of the head (eq. 3)."
+    @settled
     def __init__(self,
         total_size:int=40, # samples that are remembered of all tasks together
-        alpha:float=.99,   # how much of a prototype stays at each batch
-        T:float=.1,        # temperature
+        alpha:Number(0, 1)=.99, # how much of a prototype stays at each batch
+        T:Number(1e-6, rule="above 0")=.1, # temperature
         seed:int=0
     ):
         super().__init__(None, .5, total_size=total_size, seed=seed)
-        check_number("alpha", alpha, 0, 1)
-        check_number("T", T, 1e-6, rule="above 0")
-        self.alpha,self.T,self.p = alpha,T,None   # p: (N,D), zeros for a class not met yet
+        self.p = None   # p: (N,D), zeros for a class not met yet
 
     def compute_penalty(self, ctx):
         f,y = normalize(ctx.out["pooled"]),keys(ctx.batch)

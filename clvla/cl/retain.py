@@ -7,8 +7,9 @@ __all__ = ['Retain']
 
 # %% ../../nbs/cl/31_retain.ipynb #3ca10003
 import torch
-from .base import CLAlgorithm, check_flag, check_number
+from .base import CLAlgorithm
 from .task_lora import trained_set
+from ..core.settings import Flag, Number, settled
 
 # %% ../../nbs/cl/31_retain.ipynb #3ca10007
 class Retain(CLAlgorithm):
@@ -16,13 +17,11 @@ class Retain(CLAlgorithm):
     zero3 = False       # merges whole weights
     same_params = True
     merges = True       # in a composition the others see the merged weights
+    @settled
     def __init__(self,
-        share:float=.5,  # of the new weights in the merged ones, eq. 1
-        first:bool=False # merge after the first task too: for a policy that was trained before
-    ):
-        check_number("share", share, 0, 1)
-        check_flag("first", first)
-        self.share,self.first,self.before = share,first,{}   # name -> tensor; empty where nothing is merged
+        share:Number(0, 1)=.5, # of the new weights in the merged ones, eq. 1
+        first:Flag()=False # merge after the first task too: for a policy that was trained before
+    ): self.before = {}   # name -> tensor; empty where nothing is merged
 
     def on_task_start(self, ctx):
         self.before = trained_set(ctx.policy) if ctx.t or self.first else {}

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from .base import check_choice, check_count, check_number
-from .task_lora import TaskLoRA, trained_set, write_set
+from .task_lora import ALPHA, TRUNK, TaskLoRA, trained_set, write_set
 from ..core.batch import batch_size, to_device, torch_rng
 from ..core.names import IMAGES, PROMPT, STATE
+from ..core.settings import Choice, Count, Number, settled
 
 # %% ../../nbs/cl/30_router.ipynb #ba7ed59a
 class LDA:
@@ -88,20 +88,18 @@ def features(
 class Router(TaskLoRA):
     "One adapter and one head for each task, chosen by the observation."
     asks = "layers","tasks","features","words"
+    @settled
     def __init__(self,
-        rank:int=8,
-        alpha:float=16.,     # adapters are multiplied by alpha/rank
-        trunk:str="first",   # "first": the first task trains the whole policy; "pretrained": no task trains it
-        reads:str="all",     # what the choice is made from: "all", "picture" or "sentence"
-        shrink:float=.01,    # of the covariance, in (0,1]; 1: nearest mean
-        n_frames:int=256,    # of each task, for its statistics
+        rank:Count()=8,      # of the adapters
+        alpha:ALPHA=16.,     # adapters are multiplied by alpha/rank
+        trunk:TRUNK="first", # "first": the first task trains the whole policy; "pretrained": no task trains it
+        reads:Choice(READS)="all", # what the choice is made from
+        shrink:Number(1e-9, 1, "in (0,1]")=.01, # of the covariance; 1: nearest mean
+        n_frames:Count()=256, # of each task, for its statistics
         seed:int=0
     ):
         super().__init__(rank, alpha, trunk, seed)
-        check_choice("reads", reads, READS)
-        check_number("shrink", shrink, 1e-9, 1, "in (0,1]")
-        check_count("n_frames", n_frames)
-        self.reads,self.n_frames,self.lda = reads,n_frames,LDA(shrink)
+        self.lda = LDA(shrink)
 
     def on_task_end(self, ctx):
         super().on_task_end(ctx)

@@ -9,10 +9,10 @@ __all__ = ['interval_score', 'unit_max', 'RWalk']
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from .base import check_count, check_number
 from .ewc import check_finite
 from .l2 import L2, weights_now
 from .si import task_gradient
+from ..core.settings import Count, Number, settled
 
 # %% ../../nbs/cl/25_rwalk.ipynb #f2a02508
 def interval_score(
@@ -33,17 +33,14 @@ def unit_max(x:Tensor)->Tensor:
 # %% ../../nbs/cl/25_rwalk.ipynb #f2a02513
 class RWalk(L2):
     "Riemannian walk."
+    @settled
     def __init__(self,
-        lam:float=1.,    # strength of the penalty, eq. 8
-        alpha:float=.9,  # share of the newest interval in the Fisher information, eq. 6
-        interval:int=10, # updates of one interval
-        xi:float=1.      # damping of the scores in units of the mean distance, eq. 7
+        lam:Number(0)=1., # strength of the penalty, eq. 8
+        alpha:Number(1e-30, 1, "above 0 and at most 1")=.9, # share of the newest interval in F, eq. 6
+        interval:Count()=10, # updates of one interval
+        xi:Number(1e-30, rule="above 0")=1. # damping of the scores in units of the mean distance, eq. 7
     ):
-        check_number("alpha", alpha, 1e-30, 1, rule="above 0 and at most 1")
-        check_count("interval", interval)
-        check_number("xi", xi, 1e-30, rule="above 0")
         super().__init__(lam)
-        self.alpha,self.interval,self.xi = alpha,interval,xi
         self.F = self.scores = None   # (P,) Fisher information; (P,) scores of the tasks that are over
         self.score = self.path = None # (P,) score of the task under way; (3,P) sums of the interval under way
         self.n = 0                    # updates of the interval under way

@@ -9,8 +9,9 @@ __all__ = ['per_distance', 'task_gradient', 'SI']
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from .base import check_number, flat
+from .base import flat
 from .l2 import L2, weights_now
+from ..core.settings import Number, settled
 
 # %% ../../nbs/cl/19_si.ipynb #f2a01908
 def per_distance(
@@ -34,16 +35,13 @@ def task_gradient(
 # %% ../../nbs/cl/19_si.ipynb #f2a01911
 class SI(L2):
     "Synaptic intelligence."
+    @settled
     def __init__(self,
-        c:float=1.,         # strength of the penalty, eq. 4
-        xi:float=1e-2,      # damping, eq. 5: about the square of how far a weight moves in a task
-        cap:float|None=None # bound on one weight's importance; None: no bound
+        c:Number(0)=1.,     # strength of the penalty, eq. 4
+        xi:Number(1e-30, rule="above 0")=1e-2, # damping, eq. 5: about the square of how far a weight moves in a task
+        cap:Number(1e-30, rule="above 0, or None for no bound", none=True)=None # bound on one weight's importance
     ):
-        check_number("c", c, 0)
-        check_number("xi", xi, 1e-30, rule="above 0")
-        if cap is not None: check_number("cap", cap, 1e-30, rule="above 0, or None for no bound")
         super().__init__(c)
-        self.xi,self.cap = xi,cap
         self.w = self.start = None # (P,) of the task under way; None before the first
 
     def on_task_start(self, ctx):

@@ -27,7 +27,7 @@ COMMANDS = dict(
     audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...", metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
     stats="whether dataset_statistics.json is what the frames say: DATASET",
     watch="follow a run until it ends: RUN", stop="ask a run to save and end: RUN",
-    list="what there is to choose from, or which runs there are: [suites | methods | practice | agents | policies | runs]",
+    list="what there is to choose from, the settings of one of it, or which runs there are: [suites | methods | practice | agents | policies | runs | NAME]",
     cache="what lies in the folder of the data", doctor="what of this machine a run needs, and what to do where it is not there",
     completion="completion of words for a shell: bash or zsh")
 
@@ -171,7 +171,7 @@ def of_lists(command:str, words:Words, o):
     if command == "cache": return (rows := lists.kept(o.data_dir)),lists.kept_text(rows, data_folder(o.data_dir))
     names = words.others or ["suites", *lists.MENUS]
     if names == ["runs"]: return (rows := lists.runs_in(o.runs)),lists.runs_text(rows)
-    return {name: lists.menu(name) for name in names},"\n\n".join(map(lists.menu_text, names))
+    return {name: lists.listed(name) for name in names},"\n\n".join(map(lists.listed_text, names))
 
 def of_machine(command:str, words:Words, o):
     "Look at the machine."

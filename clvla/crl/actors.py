@@ -9,7 +9,7 @@ __all__ = ['ActorLanes', 'Parallel', 'Actors']
 from collections import deque
 from dataclasses import asdict
 from fastcore.basics import patch
-from ..cl.base import check_count, check_flag, check_number
+from ..core.settings import Count, Flag, Number, settled
 from ..run.config import check_workers
 from .agent import Agent
 from .crew import Crew, Played, Seat, first_start
@@ -92,22 +92,17 @@ class Parallel(Runner):
     "Actors that play one rollout with the newest weights, and wait for the next ones."
     exact,ahead,is_here = True,0,True   # `is_here`: its actors are processes of this machine
     copies = True
+    @settled
     def __init__(self,
         cfg, # `AgentConfig` of the run
         exp, # its `Experiment`
-        n_actors:int=4,            # processes
-        timeout:float=60.,         # seconds without an answer after which an actor counts as hung
-        start_timeout:float=120.,  # the same, while it starts
-        max_restarts:int=3,        # failures of an actor without a whole rollout in between
-        engine:bool=False          # each actor plays its environments in an engine, as the runner `batched` does
+        n_actors:Count()=4,        # processes
+        timeout:Number(0)=60.,     # seconds without an answer after which an actor counts as hung
+        start_timeout:Number(0)=120., # the same, while it starts
+        max_restarts:Count(0)=3,   # failures of an actor without a whole rollout in between
+        engine:Flag()=False        # each actor plays its environments in an engine, as the runner `batched` does
     ):
         super().__init__(cfg, exp)
-        check_flag("engine", engine)
-        self.engine = engine
-        check_count("n_actors", n_actors)
-        check_count("max_restarts", max_restarts, 0)
-        for name,x in dict(timeout=timeout, start_timeout=start_timeout).items(): check_number(name, x, 0)
-        self.n_actors = n_actors
         self.faults = dict(timeout=timeout, start_timeout=start_timeout, max_restarts=max_restarts)
         self.crew,self.version,self.stages,self.played = None,-1,0,[]
 
@@ -175,14 +170,12 @@ def numbers(self:Parallel)->dict:
 class Actors(Parallel):
     "Actors that play on while the learner learns."
     exact = False
+    @settled
     def __init__(self, cfg, exp,
-        n_actors:int=4,            # processes
-        ahead:int=1,               # rollouts that an actor plays without waiting
-        timeout:float=60.,         # seconds without an answer after which an actor counts as hung
-        start_timeout:float=120.,  # the same, while it starts
-        max_restarts:int=3,        # failures of an actor without a whole rollout in between
-        engine:bool=False          # each actor plays its environments in an engine, as the runner `batched` does
-    ):
-        super().__init__(cfg, exp, n_actors, timeout, start_timeout, max_restarts, engine)
-        check_count("ahead", ahead)
-        self.ahead = ahead
+        n_actors:Count()=4,        # processes
+        ahead:Count()=1,           # rollouts that an actor plays without waiting
+        timeout:Number(0)=60.,     # seconds without an answer after which an actor counts as hung
+        start_timeout:Number(0)=120., # the same, while it starts
+        max_restarts:Count(0)=3,   # failures of an actor without a whole rollout in between
+        engine:Flag()=False        # each actor plays its environments in an engine, as the runner `batched` does
+    ): super().__init__(cfg, exp, n_actors, timeout, start_timeout, max_restarts, engine)

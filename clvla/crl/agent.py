@@ -8,7 +8,7 @@ __all__ = ['OBSERVED', 'LACKS', 'log_probs', 'answers_of', 'choose', 'next_value
 # %% ../../nbs/crl/02_agent.ipynb #c7200002
 import torch
 from torch import Tensor
-from ..cl.base import check_count
+from ..core.settings import Count, settled
 from .experiment import Experiment, Spaces
 
 # %% ../../nbs/crl/02_agent.ipynb #c7200007
@@ -68,13 +68,12 @@ class Agent:
     home,keep,off_policy = None,3,False
     unheld,lacks,model = "it has no steps in which the hooks of cl could be called",{},None
     stops_early = ""   # the setting by which it leaves out some of `steps_in`
+    @settled
     def __init__(self,
         seed:int=0,    # of the run
-        n_envs:int=8,  # environments that are played at the same time
-        horizon:int=64 # steps in each of them between two updates
-    ):
-        for name,value in dict(n_envs=n_envs, horizon=horizon).items(): check_count(name, value)
-        self.seed,self.n_envs,self.horizon = seed,n_envs,horizon
+        n_envs:Count()=8, # environments that are played at the same time
+        horizon:Count()=64 # steps in each of them between two updates
+    ): self.seed = seed
 
     def check(self, exp:Experiment, spaces:Spaces): pass
     def build(self, exp:Experiment, spaces:Spaces, device="cpu"): self.spaces,self.device = spaces,device

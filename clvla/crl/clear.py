@@ -10,10 +10,11 @@ import heapq, os
 from pathlib import Path
 import torch
 from fastcore.basics import patch
-from ..cl.base import check_flag, check_number
 from ..cl.derpp import softened
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
+from ..core.settings import Count, Flag, Number, settled
 from .impala import IMPALA
+from .ppo import ABOVE0
 from .store import UnrollFile, frame_bytes, size_text
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500007
@@ -111,32 +112,30 @@ def cloning_loss(
 # %% ../../nbs/crl/05_clear.ipynb #c7500010
 class CLEAR(IMPALA):
     "IMPALA with replay and cloning."
+    @settled
     def __init__(self,
         seed:int=0,
-        n_envs:int=8,           # environments at a time
-        horizon:int=20,         # steps in each of them between two updates
+        n_envs:Count()=8,       # environments at a time
+        horizon:Count()=20,     # steps in each of them between two updates
         frames:int=50_000,      # steps that the memory holds
-        file:bool=False,        # the memory lies in a file of the run's folder
-        replay:float=1.,        # remembered unrolls for each new one
-        policy_cloning:float=.01,
-        value_cloning:float=.005,
-        lr:float=3e-3,          # of RMSProp
-        gamma:float=.99,        # discount
-        epochs:int=4,           # updates on each rollout
-        lag:int=0,              # updates that the acting weights are behind the learning ones
-        value_weight:float=.5,
-        entropy_weight:float=.002,
-        grad_clip:float=5.,     # largest gradient norm
-        clip_reward:bool=False, # only the sign of a reward counts
-        channels:int=16,        # of the first convolution
-        hidden:int=128          # width of the hidden layer
+        file:Flag()=False,      # the memory lies in a file of the run's folder
+        replay:Number(0)=1.,    # remembered unrolls for each new one
+        policy_cloning:Number(0)=.01, # weight of keeping the policy on remembered unrolls
+        value_cloning:Number(0)=.005, # and of keeping the values
+        lr:ABOVE0=3e-3,         # of RMSProp
+        gamma:Number(0, 1)=.99, # discount
+        epochs:Count()=4,       # updates on each rollout
+        lag:Count(0)=0,         # updates that the acting weights are behind the learning ones
+        value_weight:Number(0)=.5, # of the values in the loss
+        entropy_weight:Number(0)=.002, # of the policy's entropy, which is subtracted
+        grad_clip:ABOVE0=5.,    # largest gradient norm
+        clip_reward:Flag()=False, # only the sign of a reward counts
+        channels:Count()=16,    # of the first convolution
+        hidden:Count()=128      # width of the hidden layer
     ):
         super().__init__(seed, n_envs, horizon, lr, gamma, epochs, lag, True, value_weight, entropy_weight, grad_clip,
                          clip_reward, channels, hidden)
-        named = dict(replay=replay, policy_cloning=policy_cloning, value_cloning=value_cloning)
-        for name,x in named.items(): check_number(name, x, 0)
-        check_flag("file", file)
-        self.replay,self.weights,self.frames,self.file = replay,(policy_cloning, value_cloning),frames,file
+        self.weights,self.frames = (policy_cloning, value_cloning),frames
         self.memory = Unrolls(frames, horizon, seed)
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500031

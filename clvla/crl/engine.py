@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..cl.base import check_count
 from ..core.names import IMAGE, STATE
 from ..core.seeds import seed_of
+from ..core.settings import Count, settled
 from .experiment import joint, spaces_of
 from .runner import Examiner, Lanes, Runner, View, checksum_of, outcome_of, simulators
 from ..envs.all import kind_of, make_env
@@ -206,16 +206,15 @@ class WorkerExaminer(Examiner):
 # %% ../../nbs/crl/13_engine.ipynb #7403c6b2
 class Batched(Runner):
     "Plays in the engines of the tasks' kinds, or in worker processes."
+    @settled
     def __init__(self,
         cfg, # `AgentConfig` of the run
         exp, # its `Experiment`
-        engine_threads:int=1, # of each engine; the network has the run's own `threads`
-        n_workers:int=2       # processes, for kinds without an engine; 0: such kinds are refused
+        engine_threads:Count()=1, # of each engine; the network has the run's own `threads`
+        n_workers:Count(0)=2  # processes, for kinds without an engine; 0: such kinds are refused
     ):
         super().__init__(cfg, exp)
-        check_count("engine_threads", engine_threads)
-        check_count("n_workers", n_workers, 0)
-        self.threads,self.n_workers = engine_threads,n_workers
+        self.threads = engine_threads
 
     def check(self, agent): check_workers(self.n_workers)
     @property

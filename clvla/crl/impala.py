@@ -11,13 +11,13 @@ from collections import deque
 from copy import deepcopy
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ..cl.base import check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device
 from ..cl.engine import Engine, cl_step
 from ..cl.model import Model
 from ..core.names import PAD
+from ..core.settings import Count, Flag, Number, settled
 from .agent import Agent, LACKS, OBSERVED, answers_of, choose, ends_of, next_values
-from .ppo import PictureNet, check_picture, entropy
+from .ppo import ABOVE0, PictureNet, check_picture, entropy
 from .unrolls import UnrollLoop, UnrollSource, rollout_from
 from .vtrace import vtrace
 
@@ -67,32 +67,24 @@ class IMPALA(Agent):
     "Actor and critic with V-trace."
     penalised = off_policy = True
     unheld,lacks = "",LACKS | dict(adamw="its optimizer is RMSProp")
+    @settled
     def __init__(self,
         seed:int=0,
-        n_envs:int=8,           # environments at a time
-        horizon:int=20,         # steps in each of them between two updates
-        lr:float=3e-3,          # of RMSProp
-        gamma:float=.99,        # discount
-        epochs:int=4,           # updates on each rollout
-        lag:int=0,              # updates that the acting weights are behind the learning ones
-        correct:bool=True,      # V-trace; False: every step counts as if the learning weights had played it
-        value_weight:float=.5,
-        entropy_weight:float=.002,
-        grad_clip:float=5.,     # largest gradient norm
-        clip_reward:bool=False, # only the sign of a reward counts
-        channels:int=16,        # of the first convolution
-        hidden:int=128          # width of the hidden layer
+        n_envs:Count()=8,       # environments at a time
+        horizon:Count()=20,     # steps in each of them between two updates
+        lr:ABOVE0=3e-3,         # of RMSProp
+        gamma:Number(0, 1)=.99, # discount
+        epochs:Count()=4,       # updates on each rollout
+        lag:Count(0)=0,         # updates that the acting weights are behind the learning ones
+        correct:Flag()=True,    # V-trace; False: every step counts as if the learning weights had played it
+        value_weight:Number(0)=.5, # of the values in the loss
+        entropy_weight:Number(0)=.002, # of the policy's entropy, which is subtracted
+        grad_clip:ABOVE0=5.,    # largest gradient norm
+        clip_reward:Flag()=False, # only the sign of a reward counts
+        channels:Count()=16,    # of the first convolution
+        hidden:Count()=128      # width of the hidden layer
     ):
         super().__init__(seed, n_envs, horizon)
-        check_number("gamma", gamma, 0, 1)
-        for name,x in dict(lr=lr, grad_clip=grad_clip).items(): check_number(name, x, 1e-12, rule="above 0")
-        for name,x in dict(value_weight=value_weight, entropy_weight=entropy_weight).items(): check_number(name, x, 0)
-        for name,x in dict(epochs=epochs, channels=channels, hidden=hidden).items(): check_count(name, x)
-        check_count("lag", lag, 0)
-        check_flag("correct", correct)
-        check_flag("clip_reward", clip_reward)
-        self.lr,self.gamma,self.epochs,self.lag,self.correct,self.grad_clip = lr,gamma,epochs,lag,correct,grad_clip
-        self.value_weight,self.entropy_weight,self.clip_reward = value_weight,entropy_weight,clip_reward
         self.sizes,self.loop = dict(channels=channels, hidden=hidden),None   # `loop`: with a method of `cl`, see `hold`
         if lag: self.lacks = self.lacks | dict(layers=f"lag {lag} acts with a copy of older ones; set lag to 0")
 

@@ -12,6 +12,7 @@ import numpy as np
 from fastcore.basics import patch
 from ..core.names import require
 from ..core.plugins import load_plugins, loaded
+from ..core.settings import Count, Flag, Number, settled
 from .actors import Actors
 from .crew import Actor, Crew
 from .slab import load_bytes, slot_fields, slot_rollout, weight_bytes
@@ -107,14 +108,15 @@ def hung(self:RayCrew, m:Member, seconds:float):
 class RayActors(Actors):
     "Actors of a Ray cluster that play on while the learner learns."
     is_here = False
+    @settled
     def __init__(self, cfg, exp,
-        n_actors:int=4,            # each takes one core of the cluster
-        ahead:int=1,               # rollouts that an actor plays without waiting
+        n_actors:Count()=4,        # each takes one core of the cluster
+        ahead:Count()=1,           # rollouts that an actor plays without waiting
         address:str="",            # of the cluster's head, as host:port; "": Ray is started on this machine
-        timeout:float=60.,         # seconds without an answer after which an actor counts as hung
-        start_timeout:float=120.,  # the same, while it starts
-        max_restarts:int=3,        # failures of an actor without a whole rollout in between
-        engine:bool=False          # each actor plays its environments in an engine, as the runner `batched` does
+        timeout:Number(0)=60.,     # seconds without an answer after which an actor counts as hung
+        start_timeout:Number(0)=120., # the same, while it starts
+        max_restarts:Count(0)=3,   # failures of an actor without a whole rollout in between
+        engine:Flag()=False        # each actor plays its environments in an engine, as the runner `batched` does
     ):
         super().__init__(cfg, exp, n_actors, ahead, timeout, start_timeout, max_restarts, engine)
         self.address,self.started = address,False

@@ -23,6 +23,7 @@ from ..core.names import closest
 from ..core.pictures import check_pixels
 from ..core.plugins import load_plugins
 from ..core.processes import memory_gb
+from ..core.settings import Setting
 from ..eval.plan import brief
 from .all import checks, configs
 
@@ -208,7 +209,9 @@ def settings_of(
     without=() # arguments that the run fills in
 )->dict:       # name -> type; `object` where the signature has none
     "What somebody may set of an algorithm or a policy: the arguments of its signature."
-    wanted = lambda p: object if p.annotation is p.empty else p.annotation
+    def wanted(p):
+        if isinstance(p.annotation, Setting): return p.annotation.type
+        return object if p.annotation is p.empty else p.annotation
     return {p.name: wanted(p) for p in arguments_of(thing).values() if p.name not in without}
 
 SIMPLE = {"int", "float", "bool", "str", "None", "list", "dict", "tuple"}
