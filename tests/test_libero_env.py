@@ -1,5 +1,7 @@
 "LIBERO as an environment: the same start whatever happened before, parity with the published protocol, bad input, faults."
 import importlib
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,6 +143,21 @@ def test_parity_with_lerobot(suite, i, monkeypatch):
         monkeypatch.setattr(e._env.env, "use_camera_obs", False)
         while not success: act = ours.expert(); success = ours.step(act)[1]; done = e._env.env.step(act)[2]; assert done == success
     e.close(); ours.close()
+
+
+def test_parity_with_vla_eval_s_own_benchmark():
+    "What its LIBERO class gave for the first start and our expert's actions: numbers made by it, stored beside this file."
+    golden = json.loads((Path(__file__).parent/"vla_eval_libero_080.json").read_text())
+    env = LiberoEnv(spec("libero_goal", golden["task"], protocol="published"), 256)
+    obs,at,success = env.reset(golden["episode_idx"]),golden["at"],False
+    for k,(n,state,qpos) in enumerate(zip(at, golden["states"], golden["qpos"])):
+        if k: obs,_,success,*_ = env.step_chunk(np.float32(golden["actions"][at[k-1]:n]))
+        np.testing.assert_allclose(obs[STATE], state, atol=1e-6)
+        np.testing.assert_allclose(env.sim.data.qpos, qpos, atol=1e-8)
+        assert success == (n == golden["done"])
+        if str(n) in golden["grey"]:
+            np.testing.assert_allclose(obs[IMAGE].mean(2).reshape(8, 32, 8, 32).mean((1, 3)), golden["grey"][str(n)], atol=1)
+    env.close()
 
 
 def test_fast_pictures_are_turned_as_published_ones_are():

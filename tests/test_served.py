@@ -204,6 +204,18 @@ def test_bytes_that_are_no_message_end_the_connection_and_not_the_server(server)
         asyncio.run(browser())
 
 
+def test_vla_eval_s_benchmark_of_libero_is_told_the_form_of_our_state():
+    from types import SimpleNamespace
+    from clvla.envs.all import make_stream
+    from clvla.train.serve import hello_of
+    asked = lambda suite, *cameras: hello_of(SimpleNamespace(stream=make_stream(suite), policy=SimpleNamespace(pixels=dict.fromkeys(cameras, 64))))["observation_params"]
+    assert asked("libero_five", "front") == dict(send_state=True, quat_no_antipodal=True, env_seed=0)
+    assert asked("libero_five", "front", "wrist") == dict(send_state=True, send_wrist_image=True, quat_no_antipodal=True, env_seed=0)
+    assert asked("dot_2", "front") == dict(send_state=True)
+    said = hello_of(SimpleNamespace(stream=make_stream("libero_goal"), policy=SimpleNamespace(pixels=dict(front=64))))
+    assert list(said["action_spec"]) == ["position", "rotation", "gripper"] and said["observation_spec"]["state"]["format"] == "eef_pos3_axisangle3_gripper2"
+
+
 def test_it_listens_on_this_machine_alone(server):
     with serving(server) as address:
         host, port = address[5:].split(":")
