@@ -208,6 +208,7 @@ def weighted(self:CLEAR, batch:dict, **draws)->tuple:
     old_loss,cloning,more = self.remembered()
     return loss+old_loss+cloning,out | more
 
+# %% ../../nbs/crl/05_clear.ipynb #e899fd02
 @patch
 def state_dict(self:CLEAR)->dict:
     "IMPALA's state, and the memory."

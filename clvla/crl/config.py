@@ -93,6 +93,7 @@ def sized(cfg:AgentConfig)->AgentConfig:
                    n_trials=exp.eval_episodes, image_size=cfg.image_size or agents_of(exp.stream)["image_size"],
                    threads=threads_of(cfg))
 
+# %% ../../nbs/crl/08_config.ipynb #2816d004
 def smaller(cfg:AgentConfig)->AgentConfig:
     "A smoke run: no number larger than those of `SMOKE` and `SMOKE_AGENT`."
     if not cfg.smoke: return cfg

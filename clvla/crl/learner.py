@@ -98,22 +98,26 @@ class AgentLearner(OnStream):
     @property
     def position(self)->tuple: return self.t,self.step   # as `Imitation`
 
-    def mark(self, task_id:str)->list:
-        "What the state vector ends with in a task: which one it is, or nothing."
-        if not self.cfg.tell_task: return []
-        names = {i: i for i in self.exp.trained} | {pair: i for i,pair in self.exp.pairs.items()}
-        return [float(names.get(task_id) == i) for i in self.exp.trained]
-
     def gather_weights(self): return nullcontext()
     def write(self, folder:Path): pass   # the agent's networks stand in algo.safetensors
     def summary(self): return dict(stages=len(self.stages), frames=self.frames)
     def close(self): pass
-    def release(self):
-        "End the environments, and an evaluation that nobody has waited for."
-        if self.aside: self.aside[0].drop()
-        self.aside = None
-        for holder in (self.lanes, self.examiner, self.runner):
-            if holder: holder.close()
+
+# %% ../../nbs/crl/11_learner.ipynb #3c1d6706
+@patch
+def mark(self:AgentLearner, task_id:str)->list:
+    "What the state vector ends with in a task: which one it is, or nothing."
+    if not self.cfg.tell_task: return []
+    names = {i: i for i in self.exp.trained} | {pair: i for i,pair in self.exp.pairs.items()}
+    return [float(names.get(task_id) == i) for i in self.exp.trained]
+
+@patch
+def release(self:AgentLearner):
+    "End the environments, and an evaluation that nobody has waited for."
+    if self.aside: self.aside[0].drop()
+    self.aside = None
+    for holder in (self.lanes, self.examiner, self.runner):
+        if holder: holder.close()
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00009
 @patch

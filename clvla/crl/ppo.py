@@ -208,20 +208,22 @@ class PPO(Agent):
         check_picture(spaces.image_size)
         if spaces.box: self.lacks = self.lacks | dict(outputs="this suite's actions are numbers, and probabilities are compared")
 
-    def build(self, exp, spaces, device="cpu"):
-        super().build(exp, spaces, device)
-        net_class,learner_class = (BoxNet, BoxPPO) if spaces.box else (PictureNet, DiscretePPO)
-        with first_weights(self.seed, "agent"):
-            net = net_class(spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
-            if self.orthogonal: orthogonal_(net)
-        net.masked = min(spaces.n_actions.values()) < spaces.largest
-        self.learner = learner_class(net.to(device), **self.kw)
-        self.learner.model.head_names = tuple(f"nets.actor.{part}" for part in ("logits.", "value.", "log_std"))
-
     @property
     def net(self)->PictureNet: return self.learner.net
     def state_dict(self): return self.learner.state_dict()
     def load_state_dict(self, state): self.learner.load_state_dict(state)
+
+# %% ../../nbs/crl/03_ppo.ipynb #70968008
+@patch
+def build(self:PPO, exp, spaces, device="cpu"):
+    Agent.build(self, exp, spaces, device)
+    net_class,learner_class = (BoxNet, BoxPPO) if spaces.box else (PictureNet, DiscretePPO)
+    with first_weights(self.seed, "agent"):
+        net = net_class(spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
+        if self.orthogonal: orthogonal_(net)
+    net.masked = min(spaces.n_actions.values()) < spaces.largest
+    self.learner = learner_class(net.to(device), **self.kw)
+    self.learner.model.head_names = tuple(f"nets.actor.{part}" for part in ("logits.", "value.", "log_std"))
 
 # %% ../../nbs/crl/03_ppo.ipynb #c730000f
 @patch
