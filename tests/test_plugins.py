@@ -13,9 +13,10 @@ from clvla.core.files import read_json
 from clvla.core.names import Registry
 from clvla.eval.compare import CompareConfig, group, read_runs, summary, wide
 from clvla.run.checkpoint import checkpoints
-from clvla.run.config import make_config
+from clvla.run.config import fitted, make_config
 from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
+from clvla.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 MINE = '''
@@ -100,6 +101,14 @@ def test_one_file_reaches_every_process_and_compare_shows_its_metric(lab, regist
     assert entry["kind"] == "file" and len(entry["id"]) == 64
     compare = make_config(CompareConfig, dict(runs=str(run_dir), baseline="mine", plugins=plugins))
     assert "steps" in wide(summary(group(read_runs(compare.runs)), n_boot=20)).columns
+
+
+def test_a_parameters_file_names_a_plugin_and_what_only_it_has(lab, registries):
+    "`clvla run -f FILE` looks up what a file names before the config is made."
+    file = SETTINGS | dict(plugins=[str(lab[0]/"mine.py")])
+    assert fitted(TrainConfig, file, file) | dict(shake=.2) == fitted(TrainConfig, file, file)
+    said = []
+    assert "shake" not in fitted(TrainConfig, file | dict(algo="er"), file, {"algo"}, said.append) and "shake of the parameters file" in said[0]
 
 
 def test_a_killed_run_goes_on_with_its_copy_and_a_changed_original_is_named(lab):

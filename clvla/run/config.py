@@ -613,6 +613,7 @@ def fitted(
     values = lambda d: long_form(dict(learner=cls.learner) | {k: value_of(k, v, types[k]) if k in types else v for k,v in d.items()})
     theirs,ours = values({k: given[k] for k in alone}),values({k: v for k,v in given.items() if k not in alone})
     now = theirs | ours | {k: v for k in ("algo", "cl") if (v := ours.get(k) or theirs.get(k))}
+    load_plugins(value_of("plugins", given.get("plugins", []), list))   # what is named may be theirs
     before,after = cls.settings(values(file)),cls.settings(now)
     dropped = [k for k in alone if k not in types and _has(before, k) and not _has(after, k)]
     now = {k: v for k,v in now.items() if k not in dropped}
