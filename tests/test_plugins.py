@@ -105,7 +105,8 @@ def test_one_file_reaches_every_process_and_compare_shows_its_metric(lab, regist
 
 def test_a_parameters_file_names_a_plugin_and_what_only_it_has(lab, registries):
     "`clvla run -f FILE` looks up what a file names before the config is made."
-    file = SETTINGS | dict(plugins=[str(lab[0]/"mine.py")])
+    (lab[0]/"other.py").write_text(MINE+"# a file of its own: one that was loaded here before is not run again\n")
+    file = SETTINGS | dict(plugins=[str(lab[0]/"other.py")])
     assert fitted(TrainConfig, file, file) | dict(shake=.2) == fitted(TrainConfig, file, file)
     said = []
     assert "shake" not in fitted(TrainConfig, file | dict(algo="er"), file, {"algo"}, said.append) and "shake of the parameters file" in said[0]

@@ -33,6 +33,7 @@ class Kind:
     python = None       # interpreter of its worker processes, with clvla and the simulator; None = this one
     scene = None        # what can be changed about its environments when they are evaluated: a subclass of `Scene`
     sentences = False   # whether its instructions are sentences, whose words an evaluation can change
+    messages = None     # how vla-eval's benchmark of it has to be set, and its words for state and actions: dict(params, state, action)
     guides = None       # what its environments have for an expert beside a policy, of "expert" and "snapshots"; None = what the class `env` says
 
     def __init__(self, **attributes):

@@ -57,6 +57,8 @@ class Libero(Kind):
     rates = (10, 20)     # it steps 20 times a second; published data sets say 10 of the same steps
     n_starts = N_STATES
     hints = NO_SUITE
+    messages = dict(params=dict(quat_no_antipodal=True, env_seed=0), state=(8, "eef_pos3_axisangle3_gripper2"),
+                    action=dict(position=(3, "delta_xyz"), rotation=(3, "axis_angle"), gripper=(1, "binary_close_positive")))
 
     def streams(self)->dict: return _streams()
     def files(self): return f"assets in {located()}"
