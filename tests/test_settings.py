@@ -28,7 +28,7 @@ def test_every_check_of_the_rooms_is_in_a_signature():
     assert len(SAID) > 180 and {name for menu, name, _ in SAID if menu == "agents"} >= {"ppo", "impala", "clear", "sane", "progress_compress"}
 
 
-@pytest.mark.parametrize("menu, name", sorted({pair[:2] for pair in SAID}), ids="-".join)
+@pytest.mark.parametrize("menu, name", sorted({pair[:2] for pair in SAID}))
 def test_what_a_signature_says_is_refused_and_kept(menu, name):
     cls = MENUS[menu][name]
     given = {k: None for k in ("cfg", "exp") if k in arguments_of(cls)}
