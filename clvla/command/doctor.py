@@ -82,12 +82,15 @@ def check_libraries(
 def in_child(
     code:str,      # of Python
     seconds:float, # that it may take
-    env=None       # its environment variables; None: those of this process
-)->tuple:          # exit status, None when it took too long; its last line
+    env=None,      # its environment variables; None: those of this process
+    tries:int=2    # a first start may wait for a cold disk: what it read is in memory at the second one
+)->tuple:          # exit status, None when it took too long each time; its last line
     "Run a few lines where a crash or a hang harms nobody."
     line = [sys.executable, "-c", code]
     try: done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired: return None,f"no answer within {seconds:g} s"
+    except subprocess.TimeoutExpired:
+        if tries > 1: return in_child(code, seconds, env, tries-1)
+        return None,f"no answer within {seconds:g} s"
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     return done.returncode,(lines or [f"exit status {done.returncode}"])[-1]
 
