@@ -60,7 +60,7 @@ def done(data, tmp_path_factory): return practise(config(data, tmp_path_factory.
 @pytest.mark.parametrize("kw, says", [
     (dict(suite=dict(base="dot_2", env=dict(discrete=True)), head="discrete"), "numbers"), (dict(machines="a,b"), "one machine"),
     (dict(stride=3), "divisor"), (dict(episodes=0), "episodes must be above 0"), (dict(episodes=200_000), "more than the 100000 starts"),
-    (dict(algo="cloninng"), "did you mean 'cloning'"), (dict(algo_kw=dict(updates=0)), "from 1"), (dict(algo_kw=dict(demo_share=1.5)), "demo_share"),
+    (dict(algo="cloninng"), "did you mean 'cloning'"), (dict(algo_kw=dict(updates=0)), "updates must be a whole number of at least 1, found 0"), (dict(algo_kw=dict(demo_share=1.5)), "demo_share"),
     (dict(tasks=["lfet"]), "did you mean 'left'"), (dict(init_from="nowhere"), "does not exist"), (dict(algo_kw=dict(refresh=1)), "no setting 'refresh'"),
     (dict(seed=90), "expected 0..89"), (dict(accumulation=2), "whole batches"), (dict(algo="token_ppo", algo_kw={}, episodes=3), "make one round"),
     (dict(algo="token_grpo", algo_kw=dict(group_size=2)), "multiple of group_size"), (dict(algo="token_td3", lora_rank=2), "lora_rank"),

@@ -7,13 +7,15 @@ import torch
 
 from clvla.cl.all import algos, make_algo
 from clvla.cl.base import CLAlgorithm
+from clvla.command.lists import entry
 from clvla.core.config import arguments_of
 from clvla.core.settings import Choice, Count, Flag, Number, Setting, settled
 from clvla.crl.all import agents, cl_methods, runners
+from clvla.rl.all import methods
 from clvla.run.config import settings_of
 from clvla.train.config import TrainConfig
 
-MENUS = dict(algos=algos, agents=agents, cl_methods=cl_methods, runners=runners)
+MENUS = dict(algos=algos, agents=agents, cl_methods=cl_methods, runners=runners, practice=methods)
 SAID = [(menu, name, k) for menu, registry in MENUS.items() for name in registry
         for k, p in arguments_of(registry[name]).items() if isinstance(p.annotation, Setting)]
 
@@ -25,14 +27,24 @@ class Base:
 
 def test_every_check_of_the_rooms_is_in_a_signature():
     "By far most settings; those that are left depend on one another."
-    assert len(SAID) > 180 and {name for menu, name, _ in SAID if menu == "agents"} >= {"ppo", "impala", "clear", "sane", "progress_compress"}
+    assert len(SAID) > 400 and {name for menu, name, _ in SAID if menu == "agents"} >= {"ppo", "impala", "clear", "sane", "progress_compress"}
+    assert {name for menu, name, _ in SAID if menu == "practice"} == {*methods}
+
+
+@pytest.mark.parametrize("name", methods)
+def test_a_practice_method_says_type_range_and_meaning_of_every_setting(name):
+    "What is left is text and a dict, whose contents other things decide."
+    shown = {s["name"]: s for s in entry(name)["practice"]["settings"]}
+    assert {k for k in shown if not isinstance(arguments_of(methods[name])[k].annotation, Setting)} <= {"token", "token_kw", "logs"}
+    assert all(s["meaning"] and "default" in s for s in shown.values())
 
 
 @pytest.mark.parametrize("menu, name", sorted({pair[:2] for pair in SAID}))
 def test_what_a_signature_says_is_refused_and_kept(menu, name):
     cls = MENUS[menu][name]
     given = {k: None for k in ("cfg", "exp") if k in arguments_of(cls)}
-    kinds = {k: p.annotation for k, p in arguments_of(cls).items() if isinstance(p.annotation, Setting)}
+    refused = {"choice_grpo": {"lam", "value_weight"}, "flow_grpo": {"lam", "value_weight"}}.get(name, set())   # of a value, which they have not
+    kinds = {k: p.annotation for k, p in arguments_of(cls).items() if isinstance(p.annotation, Setting) and k not in refused}
     for k, kind in kinds.items():
         with pytest.raises(ValueError) as e: cls(**given, **{k: []})
         assert str(e.value) == f"{k} must be {kind}, found []"
@@ -74,6 +86,12 @@ def test_parents_children_modules_and_plain_constructors():
             self.layer = torch.nn.Linear(width, width)
     assert (Child().mode, Child().lam, Plain().lam, Plain(5.).seen) == ("a", 3., 4., (5., None))
     with pytest.raises(ValueError, match="lam must be"): Plain(-1)
+    class Other(Base):
+        @settled
+        def __init__(self, n:Count()=2): super().__init__(lam=n/2)   # an n of its own, which the parent's None must not replace
+    class Below(Other):
+        def __init__(self, **kw): super().__init__(**kw)
+    assert [(made.lam, made.n) for made in (Other(), Other(4), Below(n=6))] == [(1., 2), (2., 4), (3., 6)] and Other().seen == (1., None)
     assert Net(3).width == 3 and list(Net(3).state_dict()) == ["layer.weight", "layer.bias"]
 
 

@@ -64,6 +64,8 @@ PRACTICE = dict(
     flow_grpo=dict(algo="flow_grpo", algo_kw=dict(group_size=3) | FEW),
     dagger=dict(algo="dagger", algo_kw=dict(updates=5)),
     hg_dagger=dict(algo="hg_dagger", algo_kw=dict(updates=5)),
+    recap=dict(algo="recap", algo_kw=dict(updates=5, value_updates=4, sample=8)),
+    token_pretrain=dict(algo="token_pretrain", algo_kw=dict(updates=5, sample=8)),
     cloning_two=dict(algo="cloning", algo_kw=dict(updates=5), num_processes=2),
     cloning_ahead=dict(algo="cloning", algo_kw=dict(updates=5), overlap=True),
     stream_none=dict(algo="cloning", algo_kw=dict(updates=5), stream=True),

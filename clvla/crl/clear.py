@@ -12,9 +12,8 @@ import torch
 from fastcore.basics import patch
 from ..cl.derpp import softened
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
-from ..core.settings import Count, Flag, Number, settled
+from ..core.settings import ABOVE0, Count, Flag, Number, settled
 from .impala import IMPALA
-from .ppo import ABOVE0
 from .store import UnrollFile, frame_bytes, size_text
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500007

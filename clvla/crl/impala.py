@@ -15,9 +15,9 @@ from ..core.batch import first_weights, to_device
 from ..cl.engine import Engine, cl_step
 from ..cl.model import Model
 from ..core.names import PAD
-from ..core.settings import Count, Flag, Number, settled
+from ..core.settings import ABOVE0, Count, Flag, Number, settled
 from .agent import Agent, LACKS, OBSERVED, answers_of, choose, ends_of, next_values
-from .ppo import ABOVE0, PictureNet, check_picture, entropy
+from .ppo import PictureNet, check_picture, entropy
 from .unrolls import UnrollLoop, UnrollSource, rollout_from
 from .vtrace import vtrace
 

@@ -12,11 +12,11 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from ..cl.derpp import softened
 from ..core.batch import first_weights, to_device
-from ..core.settings import Count, Flag, Number, settled
+from ..core.settings import ABOVE0, Count, Flag, Number, settled
 from .agent import OBSERVED, log_probs
 from .ewc import F_MAX, OnlineEWC
 from .impala import IMPALA
-from .ppo import ABOVE0, PictureNet, scaled
+from .ppo import PictureNet, scaled
 
 # %% ../../nbs/crl/07_progress_compress.ipynb #c7700007
 def walk(

@@ -14,11 +14,11 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from ..core.batch import to_device
 from ..core.seeds import seed_of
-from ..core.settings import Count, Flag, Number, settled
+from ..core.settings import ABOVE0, Count, Flag, Number, settled
 from .agent import Agent, OBSERVED
 from .clear import CLEAR, Unrolls, check_fits, cloning_loss
 from .impala import actor_critic_loss, corrected, look_at
-from .ppo import ABOVE0, PictureNet, check_picture
+from .ppo import PictureNet, check_picture
 from .progress_compress import walk
 
 # %% ../../nbs/crl/09_sane.ipynb #c79a0007

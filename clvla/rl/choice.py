@@ -10,11 +10,11 @@ import math
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import check_choice, check_count, check_flag
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
-from .best_of_n import AGREE, critic_state, planned
+from ..core.settings import ABOVE0, Count, Flag, Number, SHARE, settled
+from .best_of_n import AGREE, NO_TOKEN, critic_state, planned
 from .grpo import GRPO
 from .noise_actor import DrawScore
 from .ppo import PPO
@@ -106,27 +106,24 @@ class ChoicePPO(TokenPPO):
     "Proximal policy optimisation of the choice, with a value that reads the state."
     model = "rl-choice"
     needs_noise = True
+    @settled
     def __init__(self,
         seed:int=0,
-        N:int=16,               # draws of each observation
-        reads:str="tokens",     # what actor and value read: proprioception, context, tokens
-        gamma:float=.99,        # discount per step
-        hidden:int=128,         # width of actor and value
-        actor_lr:float=3e-4,    # of actor and value
-        epochs:int=10,          # passes over a round's chunks
-        minibatch:int=64,       # chunks in an update
-        ratio_clip:float=.2,    # how far from 1 a ratio of probabilities counts
-        kl_stop:float=.05,      # divergence from the old actor at which a round's updates end
-        lam:float=.95,          # GAE: 0 looks one chunk ahead, 1 to the episode's end
-        value_weight:float=1.,  # of the value's loss beside the actor's
-        shuffled:bool=False     # control: draws and choices are dealt out to other observations
+        N:Count(2)=16,           # draws of each observation
+        reads:NO_TOKEN="tokens", # what actor and value read
+        gamma:SHARE=.99,         # discount per step
+        hidden:Count()=128,      # width of actor and value
+        actor_lr:ABOVE0=3e-4,    # of actor and value
+        epochs:Count()=10,       # passes over a round's chunks
+        minibatch:Count()=64,    # chunks in an update
+        ratio_clip:ABOVE0=.2,    # how far from 1 a ratio of probabilities counts
+        kl_stop:ABOVE0=.05,      # divergence from the old actor at which a round's updates end
+        lam:SHARE=.95,           # GAE: 0 looks one chunk ahead, 1 to the episode's end
+        value_weight:Number(0)=1., # of the value's loss beside the actor's
+        shuffled:Flag()=False    # control: draws and choices are dealt out to other observations
     ):
         super().__init__(seed, actor_lr=actor_lr, epochs=epochs, minibatch=minibatch, ratio_clip=ratio_clip,
                          kl_stop=kl_stop, gamma=gamma, hidden=hidden, lam=lam, value_weight=value_weight)
-        check_count("N", N, least=2)
-        check_choice("reads", reads, ("proprioception", "context", "tokens"))
-        check_flag("shuffled", shuffled)
-        self.N,self.reads,self.shuffled = N,reads,shuffled
 
     def check(self, cfg): TokenMethod.check(self, cfg)
     def begin(self): TokenMethod.begin(self)
@@ -192,14 +189,14 @@ def dealt(self:ChoicePPO)->dict:   # ref, action, logp_old
 # %% ../../nbs/rl/29_choice.ipynb #c250001d
 class ChoiceGRPO(InGroups, ChoicePPO):
     "Group-relative policy optimisation of the choice: attempts from one start are compared with one another."
+    @settled
     def __init__(self,
         seed:int=0,
-        group_size:int=5,       # attempts from each start
-        kl_weight:float=.01,    # of the divergence from equal shares
-        **more                  # of `ChoicePPO`
+        group_size:Count(2)=5,   # attempts from each start
+        kl_weight:Number(0)=.01, # of the divergence from equal shares
+        **more                   # of `ChoicePPO`
     ):
         no_value("choice_grpo", more)
         super().__init__(seed, **more)
-        self.in_groups(group_size, kl_weight)
 
     def make_learner(self): return ChoiceLoss(self.policy.actor, beta=self.kl_weight, seed=self.seed, **self.kw)

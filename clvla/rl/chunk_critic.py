@@ -11,7 +11,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, layer_norm
-from ..cl.base import check_count, check_number
+from ..core.settings import ABOVE0, Count, SHARE, settled
 from .actor import check_chunks
 from .held import HeldNet
 from .td3 import polyak_, slow_copy
@@ -50,16 +50,15 @@ def chunk_rows(
 # %% ../../nbs/rl/16_chunk_critic.ipynb #c1600010
 class ChunkCritic(nn.Module):
     "An ensemble of networks with two hidden layers, each with LayerNorm."
+    @settled
     def __init__(self,
-        X:int,           # width of the state
-        C:int,           # steps of a chunk
-        A:int,           # action size
-        hidden:int=128,  # width of the hidden layers
-        members:int=4    # E
+        X:Count(),          # width of the state
+        C:Count(),          # steps of a chunk
+        A:Count(),          # action size
+        hidden:Count()=128, # width of the hidden layers
+        members:Count()=4   # E
     ):
         super().__init__()
-        for name,value in dict(X=X, C=C, A=A, hidden=hidden, members=members).items(): check_count(name, value)
-        self.X,self.C,self.A,self.members = X,C,A,members
         self.config = dict(X=X, C=C, A=A, hidden=hidden, members=members)
         sizes = [X+C*A, hidden, hidden, 1]
         draw = lambda n, *shape: nn.Parameter((2*torch.rand(members, *shape)-1)/n**.5)
@@ -99,15 +98,14 @@ def values(self:ChunkCritic, x:Tensor, draws:Tensor)->Tensor:
 # %% ../../nbs/rl/16_chunk_critic.ipynb #c1600014
 class CriticLearner:
     "A critic, its slow copy and an optimizer."
+    @settled
     def __init__(self,
         critic:ChunkCritic,
-        lr:float=3e-4,   # of AdamW
-        mc:float=.5,     # share of the return in the target (eq. 1)
-        tau:float=.01    # step of the slow copy
+        lr:ABOVE0=3e-4,  # of AdamW
+        mc:SHARE=.5,     # share of the return in the target (eq. 1)
+        tau:SHARE=.01    # step of the slow copy
     ):
-        check_number("lr", lr, 1e-12, rule="above 0")
-        for name,value in dict(mc=mc, tau=tau).items(): check_number(name, value, 0, 1)
-        self.critic,self.targ,self.mc,self.tau = critic,slow_copy(critic),mc,tau
+        self.critic,self.targ = critic,slow_copy(critic)
         self.opt = torch.optim.AdamW(critic.parameters(), lr=lr, weight_decay=1e-4, fused=True)
         self.held = HeldNet(critic, self.terms, self.opt, max_norm=10., guard=self.check_norm)
 

@@ -10,11 +10,12 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..cl.base import CLContext, call_hook, check_choice, check_count, check_number, scope_ids
+from ..cl.base import CLContext, call_hook, scope_ids
 from ..cl.engine import Engine, Loop, cl_step
 from ..core.batch import cat, take, torch_rng
 from ..core.names import ACTION, INDEX, PAD, PROMPT, STATE, TASK_ID
 from ..core.seeds import np_rng
+from ..core.settings import Choice, Count, Number, SHARE, settled
 from ..data.frames import chunk_index
 from ..data.loader import TaskData, TaskLoader
 from ..policies.ema import EMA
@@ -189,22 +190,18 @@ class Cloning(Method):
     "Imitate the attempts that succeeded, and the demonstrations."
     hooks = True
     loads = CloningLoader
+    @settled
     def __init__(self,
         seed:int=0,
-        updates:int=300,      # after each round
-        demo_share:float=.5,  # of a batch
-        tau:float=25.,        # steps, eq. 1; 0: all attempts at a task count alike
-        trains:str="all",     # which weights learn: "all", "lora", "head"
-        rank:int=8            # of the adapters, for "lora"
+        updates:Count()=300, # after each round
+        demo_share:SHARE=.5, # of a batch
+        tau:Number(0)=25.,   # steps, eq. 1; 0: all attempts at a task count alike
+        trains:Choice(TRAINS)="all", # which weights learn
+        rank:Count()=8       # of the adapters, for "lora"
     ):
         super().__init__(seed, updates)
-        check_choice("trains", trains, TRAINS)
-        check_count("rank", rank)
-        self.trains,self.rank = trains,rank
-        check_number("demo_share", demo_share, 0, 1)
-        check_number("tau", tau, 0)
-        self.demo_share,self.tau,self.k,self.step = demo_share,tau,0,0   # updates made in all, and in this round
-        self.loader = None   # of the stage that is under way
+        self.k = self.step = 0   # updates made in all, and in this round
+        self.loader = None       # of the stage that is under way
 
     def check(self, cfg):
         super().check(cfg)

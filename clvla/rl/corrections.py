@@ -7,11 +7,11 @@ __all__ = ['plans_of', 'interventions_of', 'Labels', 'DAgger', 'HGDAgger', 'chec
 
 # %% ../../nbs/rl/32_corrections.ipynb #089a3f04
 import numpy as np
-from ..cl.base import check_count, check_number
+from ..core.settings import Choice, Count, Number, SHARE, settled
 from ..data.frames import chunk_index
 from ..envs.all import kind_of
 from ..envs.expert import offers
-from .cloning import Cloning, PracticeData, Successes
+from .cloning import TRAINS, Cloning, PracticeData, Successes
 from .episodes import Episode
 from ..train.config import stream_for
 
@@ -71,17 +71,15 @@ class DAgger(Cloning):
     "The expert labels the states in which the policy planned; the policy imitates demonstrations and labels."
     of = staticmethod(plans_of)
     expert = dict(label=True)
+    @settled
     def __init__(self,
         seed:int=0,
-        updates:int=300,      # after each round
-        demo_share:float=.5,  # of a batch; the rest are labels
-        most:int=0,           # labelled steps of a task that are learnt from in a round; 0: all
-        trains:str="all",     # which weights learn: "all", "lora", "head"
-        rank:int=8            # of the adapters, for "lora"
-    ):
-        super().__init__(seed, updates, demo_share, 0., trains, rank)
-        check_count("most", most, 0)
-        self.most = most
+        updates:Count()=300, # after each round
+        demo_share:SHARE=.5, # of a batch; the rest are labels
+        most:Count(0)=0,     # labelled steps of a task that are learnt from in a round; 0: all
+        trains:Choice(TRAINS)="all", # which weights learn
+        rank:Count()=8       # of the adapters, for "lora"
+    ): super().__init__(seed, updates, demo_share, 0., trains, rank)
 
     def check(self, cfg):
         super().check(cfg)
@@ -98,16 +96,15 @@ class DAgger(Cloning):
 class HGDAgger(DAgger):
     "The expert takes over where a gate says so; the policy imitates demonstrations and interventions."
     of = staticmethod(interventions_of)
+    @settled
     def __init__(self,
         seed:int=0,
-        gate:float|None=.5,   # mean distance of the policy's chunk from the expert's plan, per number of an action in the
-                              # environment's units, from which the expert takes over; 0: it acts always; None: it is not looked at
-        late:int=0,           # step of an attempt from which the expert takes over; 0: never for that
-        **more                # of `DAgger`
+        gate:Number(0, none=True)=.5, # mean distance of the policy's chunk from the expert's plan, per number of an action in
+                         # the environment's units, from which the expert takes over; 0: it acts always; None: it is not looked at
+        late:Count(0)=0, # step of an attempt from which the expert takes over; 0: never for that
+        **more           # of `DAgger`
     ):
         super().__init__(seed, **more)
-        if gate is not None: check_number("gate", gate, 0)
-        check_count("late", late, 0)
         if gate is None and not late: raise ValueError("with gate None and late 0 the expert never takes over; set one of them")
         self.expert = dict(gate=gate, late=late)
 

@@ -9,12 +9,12 @@ __all__ = ['WinningNoise', 'winner', 'WinnerLearner', 'DistilledPolicy', 'Distil
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ..cl.base import check_count, check_number
 from ..core.batch import first_weights
 from ..core.names import STATE
 from ..core.seeds import seed_of
+from ..core.settings import ABOVE0, Count, Flag, SHARE, settled
 from .actor import mlp
-from .best_of_n import AGREE, BestOfNMethod, planned
+from .best_of_n import AGREE, NO_TOKEN, BestOfNMethod, planned
 from .chunk_critic import ChunkCritic, CriticLearner
 from .held import HeldNet, TransitionSource
 from .noise_actor import OneDraw, draw_logits, halved
@@ -25,15 +25,14 @@ from .token_policy import sizes_of
 # %% ../../nbs/rl/31_distilled.ipynb #03995508
 class WinningNoise(nn.Module):
     "The noise of the draw that wins; zeros at the start."
+    @settled
     def __init__(self,
-        X:int,          # width of the state, standardised
-        C:int,          # steps of a chunk
-        A:int,          # action size
-        hidden:int=256  # width of the hidden layers
+        X:Count(),         # width of the state, standardised
+        C:Count(),         # steps of a chunk
+        A:Count(),         # action size
+        hidden:Count()=256 # width of the hidden layers
     ):
         super().__init__()
-        for name,value in dict(X=X, C=C, A=A, hidden=hidden).items(): check_count(name, value)
-        self.X,self.C,self.A = X,C,A
         self.config = dict(X=X, C=C, A=A, hidden=hidden)
         self.net = mlp(X, C*A, hidden, layer_norm=True)
         for p in self.net[-1].parameters(): nn.init.zeros_(p)
@@ -54,14 +53,13 @@ def winner(
 # %% ../../nbs/rl/31_distilled.ipynb #e1ed8d09
 class WinnerLearner:
     "An actor that regresses the winning noise, and its optimizer (eq. 1)."
+    @settled
     def __init__(self,
         actor:WinningNoise,
-        lr:float=3e-4, # of AdamW
-        every:int=4    # updates of the critic for one of the actor
+        lr:ABOVE0=3e-4,  # of AdamW
+        every:Count()=4  # updates of the critic for one of the actor
     ):
-        check_number("lr", lr, 1e-12, rule="above 0")
-        check_count("every", every)
-        self.actor,self.every,self.n = actor,every,0   # updates of the critic so far
+        self.actor,self.n = actor,0   # updates of the critic so far
         self.opt = torch.optim.AdamW(actor.parameters(), lr=lr, weight_decay=1e-4, fused=True)
         self.held = HeldNet(actor, self.terms, self.opt, every=every)
 
@@ -136,31 +134,27 @@ class Distilled(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of the best of its draws."
     model = "rl-distilled"
     beside,remembers = ("noise", "draws"),BestOfNMethod.remembers|dict(winner="winner_learner")
+    @settled
     def __init__(self,
         seed:int=0,
-        updates:int=800,       # of the critic, after each round
-        N:int=32,              # draws of each observation, in attempts and in learning
-        reads:str="tokens",    # what actor and critic read: proprioception, context, tokens
-        random_share:float=.1, # of the attempts' chunks that are not chosen
-        hidden:int=256,        # width of the actor's layers
-        sample:int=256,        # rows in an update
-        mc:float=.5,           # share of the episode's return in the critic's target
-        gamma:float=.99,       # discount per step
-        critic_lr:float=3e-4,
-        actor_lr:float=3e-4,   # of AdamW
-        critic_hidden:int=128, # width of the critic's layers
-        members:int=4,         # of the critic's ensemble
-        capacity:int=50_000,   # observations in the replay
-        shuffled:bool=False,   # control: chunks are dealt out to other observations
-        actor_every:int=4      # updates of the critic for one of the actor
+        updates:Count()=800,     # of the critic, after each round
+        N:Count(2)=32,           # draws of each observation, in attempts and in learning
+        reads:NO_TOKEN="tokens", # what actor and critic read
+        random_share:SHARE=.1,   # of the attempts' chunks that are not chosen
+        hidden:Count()=256,      # width of the actor's layers
+        sample:Count()=256,      # rows in an update
+        mc:SHARE=.5,             # share of the episode's return in the critic's target
+        gamma:SHARE=.99,         # discount per step
+        critic_lr:ABOVE0=3e-4,   # of AdamW
+        actor_lr:ABOVE0=3e-4,    # the same, of the actor
+        critic_hidden:Count()=128, # width of the critic's layers
+        members:Count()=4,       # of the critic's ensemble
+        capacity:Count(1000)=50_000, # observations in the replay
+        shuffled:Flag()=False,   # control: chunks are dealt out to other observations
+        actor_every:Count()=4    # updates of the critic for one of the actor
     ):
-        if reads == "token": raise ValueError("reads is 'token', and this actor learns no token; take tokens or context")
         super().__init__(seed, updates, N, reads, random_share=random_share, sample=sample, mc=mc, gamma=gamma, critic_lr=critic_lr,
                          critic_hidden=critic_hidden, members=members, capacity=capacity, shuffled=shuffled)
-        check_count("hidden", hidden)
-        check_count("actor_every", actor_every)
-        check_number("actor_lr", actor_lr, 1e-12, rule="above 0")
-        self.actor_hidden,self.actor_lr,self.actor_every = hidden,actor_lr,actor_every
 
     def nets(self)->dict: return dict(critic=self.learner.held, actor=self.winner_learner.held)
 
@@ -170,8 +164,8 @@ def make_policy(self:Distilled)->DistilledPolicy:
     "The frozen policy with a new actor and a new critic."
     base,ctx,net = self.base,self.ctx,self.net_sizes()
     with first_weights(self.seed, "practice", "distilled"):
-        policy = DistilledPolicy(ctx.cfg.model, dict(base.config), self.reads, net|dict(hidden=self.actor_hidden),
-                                 net|dict(hidden=self.hidden, members=self.members), self.N, self.random_share, **sizes_of(base))
+        policy = DistilledPolicy(ctx.cfg.model, dict(base.config), self.reads, net|dict(hidden=self.hidden),
+                                 net|dict(hidden=self.critic_hidden, members=self.members), self.N, self.random_share, **sizes_of(base))
     policy.take_frozen(base)
     return policy.to(ctx.device)
 

@@ -10,12 +10,12 @@ import copy, math
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ..cl.base import check_flag
 from ..core.batch import first_weights, torch_rng
 from ..core.names import STATE
 from ..core.seeds import seed_of
+from ..core.settings import ABOVE0, Count, Flag, Number, SHARE, settled
 from ..policies.heads import FlowHead, heads
-from .actor import Value
+from .actor import STD, Value
 from .best_of_n import AGREE, planned
 from .grpo import GRPO
 from .ppo import PPO
@@ -129,24 +129,23 @@ class FlowPPO(TokenPPO):
     "Proximal policy optimisation of the flow head, with a value that reads what the head reads."
     model = "rl-flow"
     needs_noise = True
+    @settled
     def __init__(self,
         seed:int=0,
-        std:float=1.,           # a of eq. 1: how far attempts stray from the head's own chunks, in normalised units
-        gamma:float=.99,        # discount per step
-        hidden:int=128,         # width of the value
-        actor_lr:float=1e-3,    # of head and value
-        epochs:int=10,          # passes over a round's chunks
-        minibatch:int=128,      # chunks in an update
-        ratio_clip:float=.5,    # how far from 1 a ratio of probabilities counts
-        kl_stop:float=1.,       # divergence from the old head at which a round's updates end
-        lam:float=.95,          # GAE: 0 looks one chunk ahead, 1 to the episode's end
-        value_weight:float=1.,  # of the value's loss beside the head's
-        shuffled:bool=False     # control: advantages are dealt out to other chains
+        std:STD=1.,             # a of eq. 1: how far attempts stray from the head's own chunks, in normalised units
+        gamma:SHARE=.99,        # discount per step
+        hidden:Count()=128,     # width of the value
+        actor_lr:ABOVE0=1e-3,   # of head and value
+        epochs:Count()=10,      # passes over a round's chunks
+        minibatch:Count()=128,  # chunks in an update
+        ratio_clip:ABOVE0=.5,   # how far from 1 a ratio of probabilities counts
+        kl_stop:ABOVE0=1.,      # divergence from the old head at which a round's updates end
+        lam:SHARE=.95,          # GAE: 0 looks one chunk ahead, 1 to the episode's end
+        value_weight:Number(0)=1., # of the value's loss beside the head's
+        shuffled:Flag()=False   # control: advantages are dealt out to other chains
     ):
         super().__init__(seed, std=std, actor_lr=actor_lr, epochs=epochs, minibatch=minibatch, ratio_clip=ratio_clip,
                          kl_stop=kl_stop, gamma=gamma, hidden=hidden, lam=lam, value_weight=value_weight)
-        check_flag("shuffled", shuffled)
-        self.shuffled = shuffled
 
     @classmethod
     def fits(cls, head:str)->bool: return heads[head] is FlowHead
@@ -211,14 +210,14 @@ def played(self:FlowPPO,
 # %% ../../nbs/rl/33_flow_gradient.ipynb #b6766708
 class FlowGRPO(InGroups, FlowPPO):
     "Group-relative policy optimisation of the flow head: attempts from one start are compared with one another."
+    @settled
     def __init__(self,
         seed:int=0,
-        group_size:int=5,       # attempts from each start
-        kl_weight:float=.01,    # of the divergence from the base's steps
-        **more                  # of `FlowPPO`
+        group_size:Count(2)=5,   # attempts from each start
+        kl_weight:Number(0)=.01, # of the divergence from the base's steps
+        **more                   # of `FlowPPO`
     ):
         no_value("flow_grpo", more)
         super().__init__(seed, **more)
-        self.in_groups(group_size, kl_weight)
 
     def make_learner(self): return FlowGRPOLoss(self.policy.actor, beta=self.kl_weight, seed=self.seed, **self.kw)

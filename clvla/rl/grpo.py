@@ -8,7 +8,7 @@ __all__ = ['group_advantages', 'chunk_weights', 'kl_to_ref', 'GRPO', 'check_grou
 # %% ../../nbs/rl/08_grpo.ipynb #80a1b203
 import torch
 from torch import Tensor
-from ..cl.base import check_choice, check_flag, check_number
+from ..core.settings import Choice, Flag, Number, settled
 from .actor import Actor, chunk_logp
 from ..train.on_policy import OnPolicy, clip_loss, ratio_metrics
 
@@ -52,18 +52,16 @@ class GRPO(OnPolicy):
     "Group-relative policy optimisation of an actor."
     keys,others = ("x", "ref", "action", "logp_old", "episode"),("ret", "group")
 
+    @settled
     def __init__(self,
         actor:Actor,
-        beta:float=.01,     # weight of the divergence from the policy's own chunk; 0: none
-        scale:bool=True,    # divide a group's advantages by their deviation
-        per:str="episode",  # "episode": every episode counts alike (paper); "chunk": every chunk does
+        beta:Number(0)=.01, # weight of the divergence from the policy's own chunk; 0: none
+        scale:Flag()=True,  # divide a group's advantages by their deviation
+        per:Choice(("episode", "chunk"))="episode", # "episode": every episode counts alike (paper); "chunk": every chunk does
         **kw                # of OnPolicy: lr, epochs, minibatch, accumulation, clip, kl_stop, ...
     ):
-        check_number("beta", beta, 0)
-        check_flag("scale", scale)
-        check_choice("per", per, ("episode", "chunk"))
         super().__init__(dict(actor=actor), **kw)
-        self.actor,self.beta,self.scale,self.per = actor,beta,scale,per
+        self.actor = actor
 
     def prepare(self, rollout):
         episode,ret,group = rollout["episode"],rollout["ret"].float(),rollout["group"]

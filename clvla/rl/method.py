@@ -8,6 +8,7 @@ __all__ = ['PracticeContext', 'Method', 'check_method']
 # %% ../../nbs/rl/10_method.ipynb #a1000002
 from dataclasses import dataclass, field
 from ..cl.base import CLAlgorithm
+from ..core.settings import Count, settled
 from ..policies.heads import heads
 from ..policies.weights import stored_weights
 from .all import method_for
@@ -39,11 +40,11 @@ class Method:
     lacks = {}     # name of `cl.model.ASKS` -> why an algorithm that asks for it cannot hold this method
     unheld = ""    # why none can, with these settings
     expert = None  # what the scripted expert does in its attempts: arguments of `envs.expert.guided`; None: nothing
+    @settled
     def __init__(self,
-        seed:int=0,     # of the run
-        updates:int=1   # after each round
-    ):
-        self.seed,self.updates = seed,updates
+        seed:int=0,       # of the run
+        updates:Count()=1 # after each round
+    ): self.seed = seed
 
     @classmethod
     def fits(cls, head:str)->bool: return not cls.needs_noise or heads[head].needs_noise   # a key of `heads`
@@ -70,8 +71,7 @@ class Method:
 # %% ../../nbs/rl/10_method.ipynb #a100000a
 def check_method(method:Method, cfg):
     "ValueError for settings that no method can work with."
-    if type(method.updates) is not int or method.updates < 1:
-        raise ValueError(f"updates is {method.updates!r}, expected a whole number from 1: a round ends with them")
+    Count().check("updates", method.updates)   # a round ends with them; a method may set them anywhere
     if cfg.head in heads and heads[cfg.head].discrete:
         raise ValueError(f"practice needs actions that are numbers, and head {cfg.head!r} chooses among classes; take a "
                          "stream with continuous actions")

@@ -12,11 +12,11 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
-from ..cl.base import check_count, check_number
 from ..core.batch import first_weights, take, torch_rng
 from ..core.names import STATE
+from ..core.settings import ABOVE0, Count, Flag, Number, SHARE, settled
 from .actor import check_chunks, mlp
-from .best_of_n import AGREE, BestOfNMethod, critic_state, planned
+from .best_of_n import AGREE, NO_TOKEN, BestOfNMethod, critic_state, planned
 from .chunk_critic import ChunkCritic, CriticLearner
 from .held import HeldNet, TransitionSource
 from .replay import Replay
@@ -26,17 +26,15 @@ from .token_policy import FrozenPolicy, sizes_of
 # %% ../../nbs/rl/19_noise_actor.ipynb #c1900007
 class NoiseActor(nn.Module):
     "Gaussian over noises; the prior at the start (eq. 2)."
+    @settled
     def __init__(self,
-        X:int,             # width of the state, standardised
-        C:int,             # steps of a chunk
-        A:int,             # action size
-        hidden:int=256,    # width of the hidden layers
-        bound:float=1.5    # b
+        X:Count(),          # width of the state, standardised
+        C:Count(),          # steps of a chunk
+        A:Count(),          # action size
+        hidden:Count()=256, # width of the hidden layers
+        bound:Number(1e-6, rule="above 0, as 1.5")=1.5 # b
     ):
         super().__init__()
-        for name,value in dict(X=X, C=C, A=A).items(): check_count(name, value)
-        check_number("bound", bound, 1e-6, rule="above 0, as 1.5")
-        self.X,self.C,self.A,self.bound = X,C,A,bound
         self.config = dict(X=X, C=C, A=A, hidden=hidden, bound=bound)
         self.net = mlp(X, 2*C*A, hidden, layer_norm=True)
         for p in self.net[-1].parameters(): nn.init.zeros_(p)
@@ -62,16 +60,15 @@ def kl_to_prior(
 # %% ../../nbs/rl/19_noise_actor.ipynb #c190000b
 class DrawScore(nn.Module):
     "A number for each of several noises, or chunks, beside a state; 0 for all of them at the start where `zero`."
+    @settled
     def __init__(self,
-        X:int,           # width of the state, standardised
-        C:int,           # steps of a chunk
-        A:int,           # action size
-        hidden:int=128,  # width of the hidden layers
-        zero:bool=False  # start with a last layer of zeros
+        X:Count(),          # width of the state, standardised
+        C:Count(),          # steps of a chunk
+        A:Count(),          # action size
+        hidden:Count()=128, # width of the hidden layers
+        zero:bool=False     # start with a last layer of zeros
     ):
         super().__init__()
-        for name,value in dict(X=X, C=C, A=A, hidden=hidden).items(): check_count(name, value)
-        self.X,self.C,self.A = X,C,A
         self.config = dict(X=X, C=C, A=A, hidden=hidden, zero=zero)
         self.state,self.draw = nn.Linear(X, hidden),nn.Linear(C*A, hidden, bias=False)
         norm = lambda: nn.Sequential(nn.LayerNorm(hidden), nn.ReLU())
@@ -107,16 +104,15 @@ def centred(
 # %% ../../nbs/rl/19_noise_actor.ipynb #c190000f
 class NoiseLearner:
     "An actor and a critic of noises, which learn from what a critic of chunks says."
+    @settled
     def __init__(self,
         actor:NoiseActor,
         critic:DrawScore,
-        lr:float=3e-4,  # of AdamW, for both
-        alpha:float=.4, # weight of the divergence from the prior
+        lr:ABOVE0=3e-4,     # of AdamW, for both
+        alpha:Number(0)=.4, # weight of the divergence from the prior
         seed:int=0
     ):
-        check_number("lr", lr, 1e-12, rule="above 0")
-        check_number("alpha", alpha, 0)
-        self.actor,self.critic,self.alpha,self.generator = actor,critic,alpha,torch_rng(seed, "practice", "noise actor")
+        self.actor,self.critic,self.generator = actor,critic,torch_rng(seed, "practice", "noise actor")
         make = lambda net: torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=1e-4, fused=True)
         self.critic_opt,self.actor_opt = make(critic),make(actor)
         self.held = dict(score=HeldNet(critic, self.score_terms, self.critic_opt),
@@ -213,32 +209,27 @@ class DSRL(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of its flow head."
     model = "rl-noise"
     kept,remembers = ("x", "noise", "draws"),BestOfNMethod.remembers|dict(noise_learner="noise_learner")
+    @settled
     def __init__(self,
         seed:int=0,
-        updates:int=800,       # of each network, after each round
-        reads:str="tokens",    # what they read: proprioception, context, tokens
-        noises:int=8,          # K, asked of the head for each state
-        alpha:float=.4,        # weight of the divergence from the prior
-        bound:float=1.5,       # largest mean of each number of the noise
-        hidden:int=256,        # width of the actor's layers
-        sample:int=256,        # rows in an update
-        mc:float=.5,           # share of the episode's return in the critic's target
-        gamma:float=.99,       # discount per step
-        critic_lr:float=3e-4,
-        actor_lr:float=3e-4,   # of actor and critic of noises
-        critic_hidden:int=128, # width of the critics' layers
-        members:int=4,         # of the critic of chunks
-        capacity:int=50_000,   # observations in the replay
-        shuffled:bool=False    # control: chunks are dealt out to other observations
+        updates:Count()=800,     # of each network, after each round
+        reads:NO_TOKEN="tokens", # what they read
+        noises:Count(2)=8,       # K, asked of the head for each state
+        alpha:Number(0)=.4,      # weight of the divergence from the prior
+        bound:ABOVE0=1.5,        # largest mean of each number of the noise
+        hidden:Count()=256,      # width of the actor's layers
+        sample:Count()=256,      # rows in an update
+        mc:SHARE=.5,             # share of the episode's return in the critic's target
+        gamma:SHARE=.99,         # discount per step
+        critic_lr:ABOVE0=3e-4,   # of AdamW
+        actor_lr:ABOVE0=3e-4,    # of actor and critic of noises
+        critic_hidden:Count()=128, # width of the critics' layers
+        members:Count()=4,       # of the critic of chunks
+        capacity:Count(1000)=50_000, # observations in the replay
+        shuffled:Flag()=False    # control: chunks are dealt out to other observations
     ):
-        if reads == "token":
-            raise ValueError("reads is 'token', and the noise actor learns no token; take tokens or context")
         super().__init__(seed, updates, reads=reads, sample=sample, mc=mc, gamma=gamma, critic_lr=critic_lr,
                          critic_hidden=critic_hidden, members=members, capacity=capacity, shuffled=shuffled)
-        check_count("noises", noises, least=2)
-        check_number("alpha", alpha, 0)
-        for name,value in dict(bound=bound, actor_lr=actor_lr).items(): check_number(name, value, 1e-12, rule="above 0")
-        self.noises,self.alpha,self.bound,self.actor_hidden,self.actor_lr = noises,alpha,bound,hidden,actor_lr
 
     def nets(self)->dict: return dict(critic=self.learner.held)|self.noise_learner.held
     def end(self): pass   # nothing is switched on after the first round: the actor plays from the start
@@ -250,8 +241,8 @@ def make_policy(self:DSRL)->NoisePolicy:
     base,ctx,net = self.base,self.ctx,self.net_sizes()
     with first_weights(self.seed, "practice", "noise actor"):
         policy = NoisePolicy(ctx.cfg.model, dict(base.config), self.reads,
-                             net|dict(hidden=self.actor_hidden, bound=self.bound),
-                             net|dict(hidden=self.hidden, members=self.members), net|dict(hidden=self.hidden),
+                             net|dict(hidden=self.hidden, bound=self.bound),
+                             net|dict(hidden=self.critic_hidden, members=self.members), net|dict(hidden=self.critic_hidden),
                              **sizes_of(base))
     policy.take_frozen(base)
     return policy.to(ctx.device)

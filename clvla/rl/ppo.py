@@ -7,7 +7,7 @@ __all__ = ['PPO']
 
 # %% ../../nbs/rl/07_ppo.ipynb #70a1b203
 import torch
-from ..cl.base import check_flag, check_number
+from ..core.settings import ABOVE0_OR_NONE, Flag, Number, SHARE, settled
 from .actor import Actor, Value
 from ..train.on_policy import OnPolicy, check_ends, clip_loss, explained, gae, ratio_metrics, value_loss
 
@@ -16,22 +16,18 @@ class PPO(OnPolicy):
     "Proximal policy optimisation of an actor, with a value network."
     keys = ("x", "ref", "action", "logp_old", "reward", "mask", "next_x", "done")
 
+    @settled
     def __init__(self,
         actor:Actor,
         value:Value,
-        lam:float=.95,                # GAE: 0 looks one chunk ahead, 1 to the episode's end
-        clip_value:float|None=None,   # how far from the old value a gain counts; None: no limit
-        normalise:bool=True,          # advantages to mean 0 and deviation 1
-        value_weight:float=1.,        # of the value's loss beside the actor's
-        **kw                          # of OnPolicy: lr, epochs, minibatch, accumulation, clip, kl_stop, ...
+        lam:SHARE=.95,                  # GAE: 0 looks one chunk ahead, 1 to the episode's end
+        clip_value:ABOVE0_OR_NONE=None, # how far from the old value a gain counts; None: no limit
+        normalise:Flag()=True,          # advantages to mean 0 and deviation 1
+        value_weight:Number(0)=1.,      # of the value's loss beside the actor's
+        **kw                            # of OnPolicy: lr, epochs, minibatch, accumulation, clip, kl_stop, ...
     ):
-        check_number("lam", lam, 0, 1)
-        if clip_value is not None: check_number("clip_value", clip_value, 1e-12, rule="above 0, or None")
-        check_flag("normalise", normalise)
-        check_number("value_weight", value_weight, 0)
         super().__init__(dict(actor=actor, value=value), **kw)
-        self.actor,self.value,self.lam,self.clip_value,self.normalise = actor,value,lam,clip_value,normalise
-        self.value_weight = value_weight
+        self.actor,self.value = actor,value
 
     def prepare(self, rollout):
         check_ends(rollout["mask"], rollout["done"])

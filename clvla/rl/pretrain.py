@@ -9,8 +9,8 @@ __all__ = ['SEES', 'TokenPretrain']
 import copy
 import torch
 from fastcore.basics import patch
-from ..cl.base import check_choice, check_count
 from ..core.batch import torch_rng
+from ..core.settings import ABOVE0, Choice, Count, settled
 from .token import unexplained
 from .token_method import TokenMethod
 
@@ -20,20 +20,18 @@ SEES = "attempts","demonstrations","random"
 class TokenPretrain(TokenMethod):
     "A frozen policy whose token alone learns."
     unheld = "only the token learns, and nothing that acts changes"
+    @settled
     def __init__(self,
         seed:int=0,
-        updates:int=500,      # of encoder and decoder, after each round
-        sees:str="attempts",  # what they learn from: attempts, demonstrations, random
-        sample:int=64,        # observations in an update
+        updates:Count()=500,  # of encoder and decoder, after each round
+        sees:Choice(SEES)="attempts", # what they learn from
+        sample:Count()=64,    # observations in an update
         token:str="",         # a key of `rl.query_token.codecs`; "": as of `TokenMethod`
         token_kw:dict|None=None,# settings of the token, as in {"n_blocks": 3}
-        token_lr:float=1e-3   # of Adam
+        token_lr:ABOVE0=1e-3  # of Adam
     ):
         super().__init__(seed, token, token_kw=token_kw, token_lr=token_lr)
-        check_choice("sees", sees, SEES)
-        check_count("sample", sample)
         if self.given: raise ValueError(f"token is {token!r}, which has been learnt; name a construction, or leave token out")
-        self.updates,self.sees,self.sample = updates,sees,sample
         self.played,self.memory,self.n = [],None,0   # attempts so far; their tokens, mask and what is held out; updates of this round
 
     def samples(self, cfg)->int: return self.sample

@@ -14,19 +14,19 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from ..cl.base import check_choice, check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.files import sha256
 from ..core.names import PROMPT, STATE, TASK_ID
 from ..core.seeds import np_rng
+from ..core.settings import ABOVE0, Choice, Count, Flag, Number, SHARE, settled
 from ..data.frames import chunk_index
 from ..data.loader import TaskData
 from ..policies.base import Context, Policy, encoded
 from ..policies.heads import FlowHead
 from ..policies.weights import note_frozen
 from .actor import mlp
-from .best_of_n import critic_state
-from .cloning import Cloning, CloningLoader, PracticeData, Successes
+from .best_of_n import NO_TOKEN, critic_state
+from .cloning import TRAINS, Cloning, CloningLoader, PracticeData, Successes
 from .corrections import check_experts
 from .episodes import Episode, load_episodes
 from .token_policy import FrozenPolicy, check_base, sizes_of
@@ -222,40 +222,31 @@ class Recap(Cloning):
     "Imitate all attempts, told which of their actions were better than usual."
     model = "rl-recap"
     loads = IndicatorLoader
+    @settled
     def __init__(self,
         seed:int=0,
-        updates:int=300,       # of the policy, after each round
-        demo_share:float=.5,   # of a batch; the rest are attempts
-        positive:float=.4,     # share of a task's samples that are positive; 1: all, which is cloning of everything
-        lookahead:int=0,       # N of eq. 2, steps; 0: those of a chunk
-        drop:float=.3,         # share of the samples that are not told
-        guidance:float=1.,     # beta of eq. 4
-        reads:str="tokens",    # what the value reads: proprioception, context, tokens
-        value_updates:int=100, # of each of the values, which begin anew after each round
-        value_lr:float=1e-3,   # of AdamW
-        sample:int=256,        # rows in an update of the value
-        hidden:int=256,        # width of its layers
+        updates:Count()=300,   # of the policy, after each round
+        demo_share:SHARE=.5,   # of a batch; the rest are attempts
+        positive:SHARE=.4,     # share of a task's samples that are positive; 1: all, which is cloning of everything
+        lookahead:Count(0)=0,  # N of eq. 2, steps; 0: those of a chunk
+        drop:SHARE=.3,         # share of the samples that are not told
+        guidance:Number(0)=1., # beta of eq. 4
+        reads:NO_TOKEN="tokens", # what the value reads
+        value_updates:Count()=100, # of each of the values, which begin anew after each round
+        value_lr:ABOVE0=1e-3,  # of AdamW
+        sample:Count()=256,    # rows in an update of the value
+        hidden:Count()=256,    # width of its layers
         logs:str="",           # a former run of practice, whose attempts are learnt from, too
-        gate:float|None=None,  # an expert takes over, as in `hg_dagger`; None: not for that
-        late:int=0,            # step from which it does; 0: not for that
-        trains:str="all",      # which weights learn: "all", "lora", "head"
-        rank:int=8,            # of the adapters, for "lora"
-        folds:int=4,           # parts of the attempts, each judged by a value that learnt from the others
-        shuffled:bool=False    # control: indicators are dealt out to other samples of the task
+        gate:Number(0, none=True)=None, # an expert takes over, as in `hg_dagger`; None: not for that
+        late:Count(0)=0,       # step from which it does; 0: not for that
+        trains:Choice(TRAINS)="all", # which weights learn
+        rank:Count()=8,        # of the adapters, for "lora"
+        folds:Count()=4,       # parts of the attempts, each judged by a value that learnt from the others
+        shuffled:Flag()=False  # control: indicators are dealt out to other samples of the task
     ):
         super().__init__(seed, updates, demo_share, 0., trains, rank)
         if demo_share == 1: raise ValueError("demo_share is 1, which leaves no place for attempts; take algo cloning, or lower it")
-        for name,value in dict(positive=positive, drop=drop).items(): check_number(name, value, 0, 1)
-        for name,value in dict(value_updates=value_updates, sample=sample, hidden=hidden, folds=folds).items(): check_count(name, value)
-        for name,value in dict(lookahead=lookahead, late=late).items(): check_count(name, value, 0)
-        check_number("guidance", guidance, 0)
-        check_number("value_lr", value_lr, 1e-12, rule="above 0")
-        if gate is not None: check_number("gate", gate, 0)
-        check_choice("reads", reads, ("proprioception", "context", "tokens"))
-        check_flag("shuffled", shuffled)
-        self.positive,self.lookahead,self.drop,self.guidance,self.reads = positive,lookahead,drop,guidance,reads
-        self.fit = dict(updates=value_updates, lr=value_lr, sample=sample, hidden=hidden, folds=folds)
-        self.logs,self.shuffled = logs,shuffled
+        self.logs = logs
         if gate is not None or late: self.expert = dict(gate=gate, late=late)
         self.looked,self.numbers = [],{}   # `Looked` of each attempt; for the log
 
@@ -337,7 +328,8 @@ def judge(self:Recap):
     longest = {task: max(a["at"][-1] for a in self.looked if a["task"] == task) for task in set(of)}
     facts = [(a["at"], a["success"], longest[a["task"]]) for a in self.looked]
     rets = [returns_of(*f) for f in facts]
-    v = unseen_values([a["x"] for a in self.looked], rets, seed=self.seed, **self.fit)
+    fit = dict(updates=self.value_updates, lr=self.value_lr, sample=self.sample, hidden=self.hidden)
+    v = unseen_values([a["x"] for a in self.looked], rets, self.folds, self.seed, **fit)
     adv = np.concatenate([advantages_of(*each, self.lookahead or own.H) for each in zip(v, *zip(*facts))])
     expert,task_of = np.concatenate([a["expert"] for a in self.looked]),np.array(own.task_ids)
     for task in longest:

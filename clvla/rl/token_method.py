@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import CLContext, call_hook, check_count, check_number, scope_ids
+from ..cl.base import CLContext, call_hook, scope_ids
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.seeds import seed_of
+from ..core.settings import ABOVE0, Count, SHARE, settled
 from ..core.names import ACTION, PROMPT, STATE, TASK_ID
 from ..eval.rows import episode_rng
+from .actor import REF_DROPOUT, STD
 from .episodes import Episode
 from .held import LACKS
 from .method import Method
@@ -46,31 +48,24 @@ class TokenMethod(Method):
     hooks = True
     lacks = LACKS
     tuned = False        # whether the policy itself learns (page 28_tuning)
+    @settled
     def __init__(self,
         seed:int=0,
         token:str="",           # a key of `rl.query_token.codecs`, or a run or a checkpoint whose token is taken; "": query
                                 # beside a policy that has action queries, else paper
-        token_updates:int=500,  # of encoder and decoder, once; none where the token is taken
-        gamma:float=.99,        # discount per step
-        std:float=.1,           # deviation of the attempts' chunks, in normalised units
-        ref_dropout:float=.5,   # share of the samples that train without their reference
-        hidden:int=256,         # width of actor and critics
-        actor_chunk:int=0,      # C, steps of the actor's chunk; 0: those of the policy's
+        token_updates:Count()=500, # of encoder and decoder, once; none where the token is taken
+        gamma:SHARE=.99,        # discount per step
+        std:STD=.1,             # deviation of the attempts' chunks, in normalised units
+        ref_dropout:REF_DROPOUT=.5, # share of the samples that train without their reference
+        hidden:Count()=256,     # width of actor and critics
+        actor_chunk:Count(0)=0, # C, steps of the actor's chunk; 0: those of the policy's
         token_kw:dict|None=None,# settings of a new token, as in {"n_blocks": 3}
-        token_lr:float=1e-3     # of Adam, in the updates of encoder and decoder
+        token_lr:ABOVE0=1e-3    # of Adam, in the updates of encoder and decoder
     ):
         super().__init__(seed)
-        for name,value in dict(token_updates=token_updates, hidden=hidden).items(): check_count(name, value)
-        check_count("actor_chunk", actor_chunk, 0)
-        for name,value in dict(gamma=gamma, ref_dropout=ref_dropout).items(): check_number(name, value, 0, 1)
-        check_number("std", std, 1e-6, rule="above 0")
         self.given = Path(token).name != token or bool(token) and Path(token).is_dir()   # token names a folder
         if token and not self.given: codecs[token]   # a wrong name is refused here
-        check_number("token_lr", token_lr, 1e-12, rule="above 0")
-        self.token,self.token_updates,self.gamma = token,token_updates,gamma
-        self.token_kw,self.token_lr = check_token_kw(token, self.given, token_kw or {}),token_lr
-        self.std,self.ref_dropout,self.hidden = std,ref_dropout,hidden
-        self.actor_chunk = actor_chunk
+        self.token,self.token_kw = token,check_token_kw(token, self.given, token_kw or {})
         self.fitted,self.waiting = False,[]   # whether the encoder has learnt; episodes since the last `begin`
         self.noted = {}                       # numbers for the log of the next update
         self.algos,self.source,self.ask = {},None,{}   # that hold its networks, by name; the transitions that they see; how
@@ -86,10 +81,6 @@ class TokenMethod(Method):
 
     def nets(self)->dict: return {}   # name -> `HeldNet` or `OnPolicy`: what learns
     def take(self, attempts:list): raise NotImplementedError   # what `states` gives, of each episode
-    def acting_state(self)->dict: return super().acting_state()|dict(fitted=torch.tensor([self.fitted], device=self.ctx.device))
-    def load_acting(self, state):
-        self.fitted = bool(state["fitted"])
-        super().load_acting({k: v for k,v in state.items() if k != "fitted"})
 
 # %% ../../nbs/rl/13_token_method.ipynb #e7091302
 @patch(as_prop=True)
@@ -120,6 +111,15 @@ def docs(self:TokenMethod)->dict:
     learnt = self.fitted and self.policy.codec is not None
     return {"token.json": token_doc(self.policy.config["token"], self.policy.codec,
                                      weights_hash(self.policy.vla) if self.tuned else self.vla)} if learnt else {}
+
+@patch
+def acting_state(self:TokenMethod)->dict:
+    return Method.acting_state(self)|dict(fitted=torch.tensor([self.fitted], device=self.ctx.device))
+
+@patch
+def load_acting(self:TokenMethod, state):
+    self.fitted = bool(state["fitted"])
+    Method.load_acting(self, {k: v for k,v in state.items() if k != "fitted"})
 
 @patch
 def state_dict(self:TokenMethod)->dict: return dict(fitted=self.fitted, noted=self.noted)

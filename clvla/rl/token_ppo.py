@@ -10,9 +10,9 @@ __all__ = ['READ', 'played_chunks', 'whole_chunks', 'TokenRounds', 'WithEncoder'
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import check_count, check_flag, check_number
 from ..core.batch import first_weights, to_device
-from .actor import Value, chunk_logp
+from ..core.settings import ABOVE0, ABOVE0_OR_NONE, Count, Flag, Number, SHARE, settled
+from .actor import REF_DROPOUT, Value, chunk_logp
 from .grpo import GRPO
 from .held import LACKS
 from .ppo import PPO
@@ -58,21 +58,20 @@ class TokenRounds(TokenMethod):
     "A round's attempts are learnt from in that round only."
     together = own_only = True
     lacks = LACKS | OnPolicy.lacks
+    @settled
     def __init__(self,
         seed:int=0,
-        ref_dropout:float=0.,   # share of the samples that train without their reference
-        actor_lr:float=3e-4,    # of actor and value
-        epochs:int=10,          # passes over a round's chunks
-        minibatch:int=64,       # chunks in an update
-        ratio_clip:float=.2,    # how far from 1 a ratio of probabilities counts
-        kl_stop:float=.05,      # divergence from the old actor at which a round's updates end
+        ref_dropout:REF_DROPOUT=0., # share of the samples that train without their reference
+        actor_lr:ABOVE0=3e-4,   # of actor and value
+        epochs:Count()=10,      # passes over a round's chunks
+        minibatch:Count()=64,   # chunks in an update
+        ratio_clip:ABOVE0=.2,   # how far from 1 a ratio of probabilities counts
+        kl_stop:ABOVE0=.05,     # divergence from the old actor at which a round's updates end
         **more                  # of `TokenMethod`
     ):
         super().__init__(seed, ref_dropout=ref_dropout, **more)
         self.kw = dict(lr=actor_lr, epochs=epochs, minibatch=minibatch, clip=ratio_clip, kl_stop=kl_stop)
         self.rollout = None   # of the last round; None: nothing to learn from
-        for name,value in dict(epochs=epochs, minibatch=minibatch).items(): check_count(name, value)
-        for name in ("lr", "clip", "kl_stop"): check_number(name, self.kw[name], 1e-12, rule="above 0")
 
     def check(self, cfg):
         super().check(cfg)
@@ -85,7 +84,7 @@ class TokenRounds(TokenMethod):
         self.learner.part = ctx.part
 
     def nets(self)->dict: return dict(actor=self.learner)
-    def samples(self, cfg)->int: return self.kw["minibatch"]
+    def samples(self, cfg)->int: return self.minibatch
 
     def begin(self):
         explored = self.fitted
@@ -94,14 +93,6 @@ class TokenRounds(TokenMethod):
 
     def played(self, attempt)->dict: return played_chunks(attempt, self.policy.actor, self.gamma)
     def more(self, attempts, parts)->dict: return {}   # further entries of the rollout
-
-    def state_dict(self)->dict:
-        return super().state_dict()|dict(rollout=self.rollout, learner=self.learner.state_dict())
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.rollout = state["rollout"] and to_device(state["rollout"], self.ctx.device)
-        self.learner.load_state_dict(state["learner"])
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #caec4408
 @patch
@@ -114,6 +105,17 @@ def take(self:TokenRounds, attempts):
 def update(self:TokenRounds)->dict:
     if self.rollout is None: return self.note()
     return self.note()|{f"rl/{k}": float(v) for k,v in self.learner.update(self.rollout).items()}
+
+@patch
+def state_dict(self:TokenRounds)->dict:
+    "The rollout, and networks with their optimizer; of `TokenMethod`, the rest."
+    return TokenMethod.state_dict(self)|dict(rollout=self.rollout, learner=self.learner.state_dict())
+
+@patch
+def load_state_dict(self:TokenRounds, state):
+    TokenMethod.load_state_dict(self, state)
+    self.rollout = state["rollout"] and to_device(state["rollout"], self.ctx.device)
+    self.learner.load_state_dict(state["learner"])
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #9e47a107
 READ = "tokens","real"   # (n,L,D) and (n,L) of a rollout: what the encoder reads, and what of it is no padding
@@ -155,16 +157,14 @@ class GRPOWithEncoder(WithEncoder, GRPO):
 # %% ../../nbs/rl/15_token_ppo.ipynb #565fb909
 class EncoderLearns:
     "A method of rounds whose encoder and decoder learn too, where `recon` is above 0."
+    @settled
     def __init__(self,
         seed:int=0,
-        recon:float=0.,         # weight of the reconstruction's error, with which encoder and decoder learn too; 0: they stay
-        encoder_lr:float=3e-5,  # of encoder and decoder, where they learn
+        recon:Number(0)=0.,     # weight of the reconstruction's error, with which encoder and decoder learn too; 0: they stay
+        encoder_lr:ABOVE0=3e-5, # of encoder and decoder, where they learn
         **more                  # of `TokenRounds`
     ):
         super().__init__(seed, **more)
-        check_number("recon", recon, 0)
-        check_number("encoder_lr", encoder_lr, 1e-12, rule="above 0")
-        self.recon,self.encoder_lr = recon,encoder_lr
         self.n_first = self.n_last = 0   # attempts of the first round, and of the last one
         self.held_out = None             # tokens and mask of attempts that nothing learns from
 
@@ -224,19 +224,16 @@ def load_state_dict(self:EncoderLearns, state:dict):
 # %% ../../nbs/rl/15_token_ppo.ipynb #c1500018
 class TokenPPO(EncoderLearns, TokenRounds):
     "Proximal policy optimisation of the actor, with a value that reads the token."
+    @settled
     def __init__(self,
         seed:int=0,
-        lam:float=.95,              # GAE: 0 looks one chunk ahead, 1 to the episode's end
-        value_weight:float=1.,      # of the value's loss beside the actor's
-        clip_value:float|None=None, # how far from the old value a gain counts; None: no limit
-        normalise:bool=True,        # advantages to mean 0 and deviation 1
-        **more                      # of `EncoderLearns`
+        lam:SHARE=.95,             # GAE: 0 looks one chunk ahead, 1 to the episode's end
+        value_weight:Number(0)=1., # of the value's loss beside the actor's
+        clip_value:ABOVE0_OR_NONE=None, # how far from the old value a gain counts; None: no limit
+        normalise:Flag()=True,     # advantages to mean 0 and deviation 1
+        **more                     # of `EncoderLearns`
     ):
         super().__init__(seed, **more)
-        check_number("lam", lam, 0, 1)
-        check_number("value_weight", value_weight, 0)
-        check_flag("normalise", normalise)
-        if clip_value is not None: check_number("clip_value", clip_value, 1e-12, rule="above 0, or None")
         self.value_kw = dict(lam=lam, value_weight=value_weight, clip_value=clip_value, normalise=normalise)
 
     def make_value(self, **kw)->Value:
@@ -248,16 +245,11 @@ class TokenPPO(EncoderLearns, TokenRounds):
         kind = PPOWithEncoder if self.recon else PPO
         return kind(self.policy.actor, self.make_value(), seed=self.seed, **self.value_kw, **self.kw)
 
-
 # %% ../../nbs/rl/15_token_ppo.ipynb #c150000b
 class InGroups:
     "Attempts from one start are compared with one another."
-    def in_groups(self, group_size:int, kl_weight:float):
-        "Attempts from each start, and the weight of the divergence from the frozen policy."
-        check_count("group_size", group_size, least=2)
-        check_number("kl_weight", kl_weight, 0)
-        self.repeats,self.kl_weight = group_size,kl_weight
-
+    @property
+    def repeats(self)->int: return self.group_size   # attempts from each start
     def check(self, cfg):
         super().check(cfg)
         check_groups_fit(cfg, self.repeats)
@@ -274,14 +266,13 @@ def no_value(
 
 class TokenGRPO(InGroups, EncoderLearns, TokenRounds):
     "Group-relative policy optimisation of the actor: attempts from one start are compared with one another."
+    @settled
     def __init__(self,
         seed:int=0,
-        group_size:int=5,       # attempts from each start
-        kl_weight:float=.01,    # of the divergence from the policy's chunk
-        **more                  # of `EncoderLearns`
-    ):
-        super().__init__(seed, **more)
-        self.in_groups(group_size, kl_weight)
+        group_size:Count(2)=5,   # attempts from each start
+        kl_weight:Number(0)=.01, # of the divergence from the policy's chunk
+        **more                   # of `EncoderLearns`
+    ): super().__init__(seed, **more)
 
     def make_learner(self)->GRPO:
         kind = GRPOWithEncoder if self.recon else GRPO

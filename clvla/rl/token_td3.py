@@ -9,13 +9,13 @@ __all__ = ['TokenTD3']
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..cl.base import check_count, check_number
 from ..core.batch import first_weights, to_device
 from ..core.names import PROMPT, STATE, TASK_ID
+from ..core.settings import ABOVE0, Count, Number, settled
 from .actor import TwinCritic
 from .held import TransitionSource
 from .replay import Replay
-from .td3 import TD3, td_target
+from .td3 import TAU, TD3, td_target
 from .token_method import TokenMethod
 from .transitions import action_chunks, transitions
 from .tuning import TokenTuner
@@ -23,47 +23,36 @@ from .tuning import TokenTuner
 # %% ../../nbs/rl/14_token_td3.ipynb #38274201
 class TokenTD3(TokenMethod):
     "Off-policy practice with a frozen policy, or with one that learns too."
+    @settled
     def __init__(self,
         seed:int=0,
-        updates:int=500,       # of the critics, after each round
-        sample:int=256,        # transitions in an update
-        beta:float=1.,         # weight of the squared distance to the policy's chunk
-        capacity:int=100_000,  # states in the replay
-        encoder_lr:float=0.,   # of the token's encoder and decoder from the second round on; 0: they stay
-        vla_lr:float=0.,       # of the policy, likewise
-        tune_updates:int=100,  # of encoder and policy, before the critics' of a round
-        tune_sample:int=32,    # stored observations in one of these
-        tune_q:float=1.,       # weight of the critics' error in them
-        recon:float=1.,        # weight of the reconstruction
-        actor_lr:float=3e-4,   # of Adam
-        critic_lr:float=3e-4,  # the same, of the critics
-        tau:float=.005,        # step of the slow copies
-        actor_every:int=2,     # updates of the critics for one of the actor and of the slow copies
-        target_std:float=.2,   # deviation of the target's chunks
-        noise_clip:float=.5,   # and the largest size of that noise
-        **more                 # of `TokenMethod`
+        updates:Count()=500,    # of the critics, after each round
+        sample:Count()=256,     # transitions in an update
+        beta:Number(0)=1.,      # weight of the squared distance to the policy's chunk
+        capacity:Count(1000)=100_000, # states in the replay
+        encoder_lr:Number(0)=0., # of the token's encoder and decoder from the second round on; 0: they stay
+        vla_lr:Number(0)=0.,    # of the policy, likewise
+        tune_updates:Count()=100, # of encoder and policy, before the critics' of a round
+        tune_sample:Count()=32, # stored observations in one of these
+        tune_q:Number(0)=1.,    # weight of the critics' error in them
+        recon:Number(0)=1.,     # weight of the reconstruction
+        actor_lr:ABOVE0=3e-4,   # of Adam
+        critic_lr:ABOVE0=3e-4,  # the same, of the critics
+        tau:TAU=.005,           # step of the slow copies
+        actor_every:Count()=2,  # updates of the critics for one of the actor and of the slow copies
+        target_std:Number(0)=.2, # deviation of the target's chunks
+        noise_clip:Number(0)=.5, # and the largest size of that noise
+        **more                  # of `TokenMethod`
     ):
         super().__init__(seed, **more)
-        for name,value in dict(sample=sample, tune_updates=tune_updates, tune_sample=tune_sample).items(): check_count(name, value)
-        check_count("capacity", capacity, least=1000)
-        check_count("actor_every", actor_every)
-        check_number("tau", tau, 1e-9, 1, "in (0,1]")
-        for name,value in dict(actor_lr=actor_lr, critic_lr=critic_lr).items(): check_number(name, value, 1e-12, rule="above 0")
-        for name,value in dict(target_std=target_std, noise_clip=noise_clip).items(): check_number(name, value, 0)
-        for name,value in dict(beta=beta, encoder_lr=encoder_lr, vla_lr=vla_lr, tune_q=tune_q, recon=recon).items():
-            check_number(name, value, 0)
-        self.updates,self.sample,self.beta,self.capacity = updates,sample,beta,capacity
-        self.td3_kw = dict(lr_actor=actor_lr, lr_critic=critic_lr, tau=tau, actor_every=actor_every,
-                           target_std=target_std, noise_clip=noise_clip)
-        self.tune_updates,self.tune_sample,self.tuned = tune_updates,tune_sample,vla_lr > 0
-        self.tune_kw = dict(encoder_lr=encoder_lr, vla_lr=vla_lr, tune_q=tune_q, recon=recon)
+        self.tuned = vla_lr > 0
         self.tuner,self.attempts = None,[]   # where something learns besides actor and critics; all attempts so far
 
     def nets(self)->dict: return self.td3.held
     def samples(self, cfg)->int: return self.sample
     @property
     def unheld(self)->str:
-        return "encoder_lr and vla_lr let weights learn that no algorithm holds; leave them out" if self.tuned or self.tune_kw["encoder_lr"] else ""
+        return "encoder_lr and vla_lr let weights learn that no algorithm holds; leave them out" if self.tuned or self.encoder_lr else ""
 
 # %% ../../nbs/rl/14_token_td3.ipynb #a471bb03
 @patch
@@ -73,12 +62,13 @@ def prepare(self:TokenTD3, ctx):
     with first_weights(self.seed, "practice", "critic"):
         critic = TwinCritic(actor.X, actor.C, actor.A, self.hidden).to(ctx.device)
     # the only reward is 1 at success, which ends the episode
-    self.td3 = TD3(actor, critic, beta=self.beta, max_return=1., seed=self.seed, **self.td3_kw)
+    self.td3 = TD3(actor, critic, self.actor_lr, self.critic_lr, self.beta, self.tau, self.actor_every, target_std=self.target_std,
+                   noise_clip=self.noise_clip, max_return=1., seed=self.seed)
     self.replay = self.make_replay()
     self.source = TransitionSource(lambda: self.replay, [task.id for task in ctx.tasks], self.seed)
-    if not (self.tune_kw["encoder_lr"] or self.tuned): return
+    if not (self.encoder_lr or self.tuned): return
     learns = [name for name,p in self.base.named_parameters() if p.requires_grad]
-    self.tuner = TokenTuner(self.policy, learns, seed=self.seed, **self.tune_kw)
+    self.tuner = TokenTuner(self.policy, learns, self.encoder_lr, self.vla_lr, self.tune_q, self.recon, self.seed)
 
 @patch
 def make_replay(self:TokenTD3)->Replay:

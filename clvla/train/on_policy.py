@@ -10,11 +10,12 @@ __all__ = ['gae', 'clip_loss', 'value_loss', 'approx_kl', 'Minibatch', 'OnPolicy
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ..cl.base import CLAlgorithm, CLContext, check_count, check_number
+from ..cl.base import CLAlgorithm, CLContext
 from ..cl.engine import Engine, Loop, cl_step
 from ..cl.model import Model
 from ..core.batch import take, torch_rng
 from ..core.names import PAD
+from ..core.settings import ABOVE0, ABOVE0_OR_NONE, Count, settled
 
 # %% ../../nbs/train/12_on_policy.ipynb #70a1b208
 def gae(
@@ -87,26 +88,20 @@ class OnPolicy:
     lacks = dict(replay="it learns from attempts of its present weights alone, and forgets them",
                  others="it learns from attempts of its present weights alone")
 
+    @settled
     def __init__(self,
-        nets:dict,              # name -> network that learns; one of them is "actor"
-        lr:float=3e-4,
-        epochs:int=10,          # times that each row is used, unless `kl_stop` ends the update
-        minibatch:int=64,       # rows of an optimizer step
-        accumulation:int=1,     # parts that a minibatch is computed in; the step is the same
-        clip:float|None=.2,     # how far from 1 a ratio counts; None: no clip
-        kl_stop:float|None=.05, # end the update before a step at which the KL divergence is above; None: never
-        grad_clip:float|None=1.,# largest gradient norm of each network; None: no limit
-        max_drift:float|None=.01,# most that `logp_old` may differ from the actor's at the start; None: do not ask
+        nets:dict,          # name -> network that learns; one of them is "actor"
+        lr:ABOVE0=3e-4,     # of Adam
+        epochs:Count()=10,  # times that each row is used, unless `kl_stop` ends the update
+        minibatch:Count()=64, # rows of an optimizer step
+        accumulation:Count()=1, # parts that a minibatch is computed in; the step is the same
+        clip:ABOVE0_OR_NONE=.2, # how far from 1 a ratio counts; None: no clip
+        kl_stop:ABOVE0_OR_NONE=.05, # end the update before a step at which the KL divergence is above; None: never
+        grad_clip:ABOVE0_OR_NONE=1., # largest gradient norm of each network; None: no limit
+        max_drift:ABOVE0_OR_NONE=.01, # most that `logp_old` may differ from the actor's at the start; None: do not ask
         seed:int=0
     ):
-        for name,value in dict(epochs=epochs, minibatch=minibatch, accumulation=accumulation).items():
-            check_count(name, value)
-        for name,value in dict(clip=clip, kl_stop=kl_stop, grad_clip=grad_clip, max_drift=max_drift).items():
-            if value is not None: check_number(name, value, 1e-12, rule="above 0, or None")
-        check_number("lr", lr, 1e-12, rule="above 0")
-        self.nets,self.epochs,self.minibatch,self.accumulation = nets,epochs,minibatch,accumulation
-        self.clip,self.kl_stop,self.grad_clip,self.max_drift = clip,kl_stop,grad_clip,max_drift
-        self.model = Minibatch(nets, self.loss)
+        self.nets,self.model = nets,Minibatch(nets, self.loss)
         self.opt = torch.optim.Adam(self.model.parameters(), lr=lr, eps=1e-5, fused=True)
         self.generator,self.n_updates,self.rows = torch_rng(seed, "onpolicy"),0,None
         self.hold(None, CLContext(policy=self.model, seed=seed))
