@@ -41,7 +41,7 @@ STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
               gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5), gss=dict(buffer_size=50))
-FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={}, latent=dict(buffer_size=50), progressive=dict(rank=4), gpm=dict(n_batches=2), olora=dict(rank=4))
+FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={}, latent=dict(buffer_size=50), progressive=dict(rank=4), gpm=dict(n_batches=2), olora=dict(rank=4), phaser=dict(buffer_size=50))
 
 
 def start(algo, loop, t, steps):
@@ -505,7 +505,7 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("rwalk", dict(alpha=0), "alpha"), ("rwalk", dict(interval=0), "interval"), ("rwalk", dict(xi=0), "xi"), ("rwalk", dict(lam=-1), "lam"),
     ("progressive", dict(rank=0), "rank"), ("progressive", dict(trunk="none"), "trunk"), ("dwe", dict(units=0), "units"), ("dwe", dict(trunk="none"), "trunk"),
     ("router", dict(reads="words"), "reads"), ("router", dict(shrink=0), "shrink"), ("router", dict(n_frames=0), "n_frames"),
-    ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=-1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("er", dict(selection="best"), "selection"),
+    ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=-1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("phaser", dict(n_phases=0), "n_phases"), ("retain", dict(mean=1), "mean"), ("er", dict(selection="best"), "selection"),
     ("gpm", dict(threshold=1.5), "threshold"), ("gpm", dict(growth=-1), "growth"), ("gpm", dict(rest="some"), "rest"), ("gpm", dict(project="weights"), "project"), ("gpm", dict(n_batches=0), "n_batches"), ("olora", dict(rank=0), "rank"), ("olora", dict(head_rank=-1), "head_rank"),
     ("olora", dict(lam=-1), "lam"), ("olora", dict(trunk="none"), "trunk")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
@@ -540,7 +540,7 @@ def test_the_family_forgets_less_than_fine_tuning(name):
 @pytest.fixture(scope="module")
 def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router", "latent", "progressive", "gpm", "olora"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router", "latent", "progressive", "gpm", "olora", "phaser"])
 def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
     "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
     from clvla.run.folder import RunFolder
@@ -581,3 +581,28 @@ def test_the_trunk_rounds_alike_before_and_after_it_is_frozen():
     algo.prepare(policy, 1, STREAM)
     algo.live = "b"
     assert torch.equal(played(), first) and all(p.requires_grad for p in policy.head.parameters())
+
+
+# --- merging
+def merged(algo, n=3):
+    "Weights when each task's training ends, and after its merge."
+    loop,ended,after = quick_loop(STREAM),[],[]
+    end = algo.on_task_end
+    algo.on_task_end = lambda ctx: (ended.append(flat(ctx.params().values()).detach().clone()), end(ctx))
+    for t in range(n):
+        run(algo, loop, t)
+        after.append(flat(loop.ctx.params().values()).detach().clone())
+    return ended,after
+
+def test_merging_beside_replay_has_er_and_the_first_task_as_its_ends():
+    plain = merged(ER(50))[1]
+    assert all(torch.equal(a, b) for a,b in zip(merged(Compose(ER(50), Retain(1.)))[1], plain))
+    assert all(torch.equal(w, plain[0]) for w in merged(Compose(ER(50), Retain(0.)))[1])
+
+@pytest.mark.parametrize("first", [False, True])
+def test_equal_parts_are_the_mean_of_all_ends(first):
+    begin = flat(quick_loop(STREAM).ctx.params().values()).detach()
+    ended,after = merged(Compose(ER(50), Retain(mean=True, first=first)))
+    for t,w in enumerate(after):
+        parts = [begin]*first + ended[:t+1]
+        assert torch.allclose(w, sum(parts)/len(parts), atol=1e-6) and torch.equal(w, ended[t]) == (t == 0 and not first)

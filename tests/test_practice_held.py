@@ -29,7 +29,7 @@ ON = dict(token_ppo=dict(token_updates=4, minibatch=8), token_grpo=dict(token_up
 MENU = tuple(algos)   # as it was before other tests added to it
 NETS = dict(best_of_n=["critic"], token_td3=["critic", "actor"], dsrl=["critic", "score", "noise"], distilled=["critic", "actor"], token_ppo=["actor"], token_grpo=["actor"],
             choice_ppo=["actor"], choice_grpo=["actor"], flow_ppo=["actor"], flow_grpo=["actor"])
-KW = dict(mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=5), ewc=dict(n_batches=2), mas=dict(n_batches=2), lwf=dict(prompts="current"))
+KW = dict(mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=5), phaser=dict(buffer_size=8, n_phases=2), ewc=dict(n_batches=2), mas=dict(n_batches=2), lwf=dict(prompts="current"))
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ TINY = STREAM | dict(episodes=4, round_episodes=2, evaluate="none", algo_kw=dict
 MENU = tuple(algos)   # as it was before other files' tests added to it
 ADMITTED = dict(none={}, sequential={}, cumulative={}, er={}, mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=5), ewc=dict(n_batches=2), l2={}, si={}, rwalk={}, mas=dict(n_batches=2), agem={},
                 gem={}, derpp={}, der={}, lwf={}, lfl=dict(freeze_head=False), retain={},
-                gpm=dict(n_batches=2))
+                gpm=dict(n_batches=2), phaser=dict(buffer_size=8, n_phases=2))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,8 @@
 "Which frames a memory keeps: Avalanche's orders, rules against brute force, looks that leave no trace, several processes, and GSS's replacements."
 import warnings
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 import numpy as np, pytest, torch
 from clvla.cl.all import make_algo
@@ -7,12 +10,14 @@ from clvla.cl.base import CLContext, Process, flat
 from clvla.cl.buffer import TaskBuffer
 from clvla.cl.er import ER
 from clvla.cl.gss import GSS, gss_greedy
+from clvla.cl.phaser import Phaser, segments
 from clvla.cl.probe import one_by_one, sample_grads
 from clvla.cl.quick import QuickData, quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.selection import BLIND, TaskFrames, center, herding, k_center, select, selections, sketch
 from clvla.core.batch import take, torch_rng
 from clvla.core.names import ACTION, IMAGE, INDEX, PAD, PROMPT, STATE
 from clvla.core.seeds import np_rng
+from clvla.core.state import load_state, save_state
 from clvla.policies.tiny import Tiny
 from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check
@@ -248,3 +253,54 @@ def test_gss_cuts_an_old_task_from_behind_and_keeps_its_order():
     first = algo.buf.frames["task0"]
     for t in (1, 2): quick_task(algo, loop, t, steps=3)
     assert len(first) == 30 and [len(f) for f in algo.buf.frames.values()] == [10]*3 and (algo.buf.frames["task0"] == first[:10]).all()
+
+
+# --- phases
+def all_cuts(x, K):
+    "The smallest cost of any cut, by trying each."
+    def cost(part): return np.square(part-part.mean(0)).sum()
+    return min(sum(cost(x[a:b]) for a,b in zip((0, *at), (*at, len(x)))) for at in combinations(range(1, len(x)), K-1))
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_segments_are_the_cheapest_of_all_cuts(K):
+    for s in range(5):
+        x = np.random.default_rng(s).normal(size=(9, 2))
+        piece = segments(x, K)
+        found = sum(np.square(x[piece == k]-x[piece == k].mean(0)).sum() for k in range(K))
+        assert (np.diff(piece) >= 0).all() and piece.max() == K-1 and np.isclose(found, all_cuts(x, K))
+    assert segments(x[:2], 5).tolist() == [0, 1]
+
+WHOLE = quick_stream(0, n_frames=64)
+
+class Episodes(QuickData):
+    "Episodes of eight frames, each with a gripper that closes for the last one."
+    def episodes(self, task_id): return np.arange(self.n_frames(task_id))//8
+    def actions(self, task_id): return (np.arange(self.n_frames(task_id))%8 == 7)[:, None].astype(float)
+
+def phased(**kw):
+    loop = quick_loop(replace(WHOLE, train=Episodes(WHOLE.train.tasks)))
+    algo = Phaser(seed=1, n_phases=2, **kw)
+    for t in (0, 1): quick_task(algo, loop, t, steps=3)
+    return algo,loop
+
+@pytest.mark.parametrize("kw", [dict(buffer_size=12), dict(buffer_size=None, total_size=24), dict(buffer_size=12, store="values")])
+def test_memory_and_draws_of_a_short_phase_have_their_share_also_after_a_load(kw, tmp_path):
+    algo,loop = phased(**kw)
+    for i,frames in algo.buf.frames.items():
+        assert np.bincount(frames%8 == 7).tolist() == [6, 6] and (algo.buf.phase[i][:12] == (frames%8 == 7)).all()
+    count = Counter((i, int(algo.buf.frames[i][p]%8 == 7)) for _ in range(500) for i,p in algo.buf.draw(6))
+    assert len(count) == 4 and all(abs(n/3000-.25) < .03 for n in count.values())
+    save_state(tmp_path/"s", algo.state_dict())
+    other = Phaser(seed=1, n_phases=2, **kw)
+    other.load_state_dict(load_state(tmp_path/"s"))
+    assert [other.buf.draw(5) for _ in range(50)] == [algo.buf.draw(5) for _ in range(50)]
+    quick_task(algo, loop, 2, steps=3)
+    assert {len(f) for f in algo.buf.frames.values()} == {8 if "total_size" in kw else 12}
+
+def test_one_phase_is_er_and_too_small_a_memory_is_refused():
+    loops = [quick_loop(replace(WHOLE, train=Episodes(WHOLE.train.tasks))) for _ in range(2)]
+    algos = ER(12, seed=1),Phaser(12, n_phases=1, seed=1)
+    for t in (0, 1):
+        for algo,loop in zip(algos, loops): quick_task(algo, loop, t, steps=3)
+    assert all(torch.equal(a, b) for a,b in zip(*(loop.ctx.params().values() for loop in loops)))
+    with pytest.raises(ValueError, match="no room for 9 phases"): Phaser(8, n_phases=9).on_task_start(loops[0].ctx)

@@ -39,6 +39,7 @@ class QuickData:
     def __init__(self, tasks:dict): self.tasks = tasks # task id -> batch of all its frames
     def n_frames(self, task_id): return len(self.tasks[task_id][INDEX])
     def episodes(self, task_id): return np.arange(self.n_frames(task_id)) # each frame is an episode of its own
+    def actions(self, task_id): return self.tasks[task_id][ACTION][:, 0].numpy()   # (N,A)
     def fetch(self, task_id, idx): return take(self.tasks[task_id], idx)
     def fetch_refs(self, refs): return gather(refs, self.fetch) if refs else {}
 

@@ -20,16 +20,19 @@ class Retain(CLAlgorithm):
     @settled
     def __init__(self,
         share:Number(0, 1)=.5, # of the new weights in the merged ones, eq. 1
-        first:Flag()=False # merge after the first task too: for a policy that was trained before
+        first:Flag()=False,# merge after the first task too: for a policy that was trained before
+        mean:Flag()=False  # equal parts for all tasks (eq. 2), in the place of `share`
     ): self.before = {}   # name -> tensor; empty where nothing is merged
 
     def on_task_start(self, ctx):
         self.before = trained_set(ctx.policy) if ctx.t or self.first else {}
 
+    def share_at(self, t:int)->float: return 1/(t+1+self.first) if self.mean else self.share   # of stage `t`, from 0
+
     def on_task_end(self, ctx):
         if not self.before: return
         with torch.no_grad(), ctx.writing():
-            for k,p in ctx.params().items(): p.copy_(torch.lerp(self.before[k].to(p), p, self.share))
+            for k,p in ctx.params().items(): p.copy_(torch.lerp(self.before[k].to(p), p, self.share_at(ctx.t)))
         self.before = {}
 
     def state_dict(self): return dict(before=self.before)

@@ -44,6 +44,11 @@ class TaskData:
     def n_frames(self, task_id:str)->int: return len(self.store(task_id))
     def episodes(self, task_id:str)->np.ndarray: return self.store(task_id).episode   # (N,) episode of each frame, from 0
 
+    def actions(self, task_id:str)->np.ndarray:
+        "(N,A) action of each frame as it was recorded; of discrete ones 1 for the chosen one and 0 elsewhere."
+        action = self.store(task_id).action
+        return action if self.n_actions is None else np.eye(self.n_actions)[action[:, 0].astype(np.int64)]
+
 def pixels(
     store # a frame store
 )->dict:  # image key -> height (= width)

@@ -104,6 +104,11 @@ class PracticeData(TaskData):
         attempts = np.array(self.own.attempts, np.int64)[self.own.index[task_id]]
         return np.concatenate([of, of[-1]+1+attempts])
 
+    def actions(self, task_id:str)->np.ndarray:
+        "(N,A) action of each frame, in the same order."
+        known,own = super().actions(task_id),self.own.index[task_id]
+        return np.concatenate([known, self.own.arrays[ACTION][own, 0]]) if own else known
+
     def samples(self, idx)->dict:
         "Own samples as a processed batch."
         batch = self.processor(self.own.gather(idx))

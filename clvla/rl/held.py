@@ -118,7 +118,8 @@ def with_pad(rows:dict)->dict:
 # %% ../../nbs/rl/30_held.ipynb #74c21210
 LACKS = dict(words="the networks that it trains hear no instruction", features="the networks that it trains are no policy",
              layers="practice goes on with the layers that it began with", tasks="one policy plays the attempts at all of them",
-             restart="practice goes on with the networks of the task before")   # of every method beside a frozen policy
+             restart="practice goes on with the networks of the task before",
+             demos="its networks learn from transitions, which are kept one by one")   # of every method beside a frozen policy
 
 class TransitionSource:
     "A replay's transitions, as `ctx.data`."
