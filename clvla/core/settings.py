@@ -57,12 +57,13 @@ class Count(Setting):
 class Choice(Setting):
     "One of some names."
     def __init__(self,
-        choices # names, or a registry: what is added to it later is allowed too
+        choices,    # names, or a registry: what is added to it later is allowed too
+        why:str=""  # why not others, where one may expect them
     ):
         super().__init__(str)
-        self.choices = choices
+        self.choices,self.why = choices,why
     def allows(self, value): return isinstance(value, str) and value in self.choices
-    def __str__(self): return f"one of {', '.join(map(repr, self.choices))}"
+    def __str__(self): return f"one of {', '.join(map(repr, self.choices))}" + f" ({self.why})"*bool(self.why)
 
 class Flag(Setting):
     "True or False."
@@ -89,9 +90,10 @@ def settled(
     @wraps(init)
     def __init__(self, *args, **kw):
         given = defaults | dict(zip(order, args)) | kw
+        own = type(self).__init__ is __init__   # not called by a child's constructor, whose settings come first
         for name,kind in kinds.items():
             if name not in given: continue   # Python says below that it is missing
             kind.check(name, given[name])
-            if name not in vars(self): setattr(self, name, given[name])   # a child's constructor comes first
+            if own or name not in vars(self): setattr(self, name, given[name])
         init(self, *args, **kw)
     return __init__

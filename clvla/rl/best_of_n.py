@@ -22,7 +22,7 @@ from .token_policy import FrozenPolicy, sizes_of
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700008
 READS = "proprioception","context","token","tokens"
-NO_TOKEN = Choice([reads for reads in READS if reads != "token"])   # of a method that learns no token
+NO_TOKEN = Choice([reads for reads in READS if reads != "token"], why="the method learns no token")
 
 def critic_state(
     ctx,       # `Context` of B observations; with tokens where `reads` needs them
