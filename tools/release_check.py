@@ -44,7 +44,7 @@ USES = dict(tensorboard=[f"clvla run {SMOKE} --sink tensorboard"], trackio=[f"cl
             lerobot=[f"python -c {shlex.quote(LEROBOT)}", f"clvla run {SMOKE} --model lerobot-act-tiny"], sb3=[f"python -c {shlex.quote(SB3)}"],
             ray=["""clvla sweep --grid seed=0..1 --folder s --suite dot_2 --smoke --n_workers 1 --engine ray --engine_kw "{'cpus': 1}" """],
             gym=["clvla agents --suite minigrid_reach_3 --smoke --run_dir used"], minihack=["clvla agents --suite minihack_nav_15 --smoke --run_dir used"],
-            dev=["python -m pytest -q -p no:cacheprovider SOURCE/tests/test_layers.py"], docs=["python SOURCE/docs/make_site.py --out site nbs/cl/08_er.ipynb"])
+            dev=["python -m pytest -q -p no:cacheprovider SOURCE/tests/test_layers.py -k circles"], docs=["python SOURCE/docs/make_site.py --out site SOURCE/nbs/cl/08_er.ipynb"])
 IMPORT_ALL = """import importlib, pkgutil, clvla
 names = [m.name for m in pkgutil.walk_packages(clvla.__path__, "clvla.") if not m.name.endswith("__main__")]
 lacking = {}
