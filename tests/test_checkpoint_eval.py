@@ -66,7 +66,7 @@ def test_a_run_that_keeps_its_last_checkpoint_alone_reaches_the_same(trained, tm
 
 def test_gpus_that_this_machine_lacks_are_refused_at_the_door(trained, tmp_path, monkeypatch):
     for k in ("CUDA_VISIBLE_DEVICES", "CLVLA_GPUS"): monkeypatch.setenv(k, "0,1")   # as `use_gpus` leaves them
-    monkeypatch.setattr("clvla.run.config.count_gpus", lambda: 1)
+    monkeypatch.setattr("clvla.run.machine.count_gpus", lambda: 1)
     with pytest.raises(ValueError, match="gpus is '0,1', and this machine has 1"): train_cl(replace(RunFolder(trained).cfg, gpus="0,1", run_dir=str(tmp_path/"x")), say=len)
     assert not (tmp_path/"x"/"checkpoints").exists()
 
@@ -127,7 +127,7 @@ def test_checkpoints_are_evaluated_where_the_run_would_train(run, monkeypatch, d
     def load(path, prepare):
         p = real(path, prepare); p.to = lambda where: (went.append(where), p)[1]
         return p
-    monkeypatch.setattr(ce, "load_policy", load); monkeypatch.setattr("clvla.run.config.count_gpus", lambda: int(gpu))
+    monkeypatch.setattr(ce, "load_policy", load); monkeypatch.setattr("clvla.run.machine.count_gpus", lambda: int(gpu))
     write_json(run/"config.json", read_json(run/"config.json") | dict(device=device))
     out = eval_cl(config(run, n_trials=1, part="0/2", last_only=True), said.append)
     assert went == [want]*2 and read_json(out.path/"plan.json")["device"] == want   # its doubts, and its episodes
@@ -244,7 +244,7 @@ def test_two_processes_play_what_one_does_as_a_queue(run, tmp_path):
 def test_each_part_sees_its_own_gpu(run, monkeypatch):
     "With two pretended GPUs, and with two that the user named; a part that fails is an error with its name."
     from clvla.train.eval_config import check_eval_here
-    for of in ("clvla.run.config", "clvla.train.eval_config", "clvla.train.checkpoint_eval"): monkeypatch.setattr(f"{of}.count_gpus", lambda: 2)
+    for of in ("clvla.run.machine", "clvla.train.eval_config", "clvla.train.checkpoint_eval"): monkeypatch.setattr(f"{of}.count_gpus", lambda: 2)
     for k in ("CUDA_VISIBLE_DEVICES", "CLVLA_GPUS"): monkeypatch.delenv(k, raising=False)
     started = []
     def start(words, env, **kw):

@@ -11,7 +11,7 @@ from PIL import Image
 from clvla.core.files import read_json, write_json
 from clvla.core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
 from clvla.core.pictures import as_picture
-from clvla.data import contents, lerobot
+from clvla.data import contents, lerobot, lerobot_read
 from clvla.data.contents import file_hashes
 from clvla.data.frames import FrameStore, write_store
 from clvla.data.gate import lerobot_index
@@ -152,12 +152,12 @@ def test_a_rate_without_a_picture_at_the_rows_times_is_refused(films):
 
 def test_each_task_reads_its_own_rows_and_spans(made, tmp_path, monkeypatch):
     "Decoded frames are as many as used ones, whatever the number of instructions."
-    real, seen = lerobot._video, []
+    real, seen = lerobot_read._video, []
     def counted(*a):
         for x in real(*a):
             seen.append(x[0])
             yield x
-    monkeypatch.setattr(lerobot, "_video", counted)
+    monkeypatch.setattr(lerobot_read, "_video", counted)
     stores = import_lerobot(made/"video-merged", tmp_path/"frames", image_size=16)
     n = sum(map(len, stores.values()))
     assert len(stores) == 4 and n == 26+19 and 2*n <= len(seen) <= 2*n*1.3

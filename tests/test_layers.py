@@ -166,7 +166,7 @@ def spoken(path):
 
 GENERIC = [p for p in MODULES if p.relative_to(LIBRARY).parts[:2] not in (("envs", "libero"), ("envs", "metaworld"), ("envs", "gym"))
            and p != LIBRARY/"envs/all.py"
-           and p != LIBRARY/"run/lerobot/commands.py"]   # LeRobot steps environments through gymnasium's classes
+           and p != LIBRARY/"run/lerobot/stream.py"]   # LeRobot steps environments through gymnasium's classes
 
 
 @pytest.mark.parametrize("path", GENERIC, ids=lambda p: str(p.relative_to(LIBRARY)))

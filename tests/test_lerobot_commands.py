@@ -178,3 +178,11 @@ def test_what_lerobot_cannot_have_is_refused(last, tmp_path):
     with pytest.raises(ValueError, match="read squares; set --policy.image_size"): ClvlaPolicy(ClvlaConfig(device="cpu", input_features=sees(32, 48), output_features=acts))
     with pytest.raises(ValueError, match=r"expected 1\.\.8"): ClvlaConfig(device="cpu", n_action_steps=9)
     assert ClvlaPolicy(ClvlaConfig(device="cpu", image_size=32, input_features=sees(48, 64), output_features=acts)).policy.pixels == {IMAGE: 32}
+
+
+def test_without_transformers_lerobots_commands_find_policies_and_streams():
+    "As `pip install clvla[lerobot]` leaves them: there is no SmolVLA, and no reason to miss the rest."
+    from test_release import HIDE
+    code = HIDE+"import clvla.run.lerobot.commands as c; print(c.ClvlaConfig.__name__, c.ClvlaEnv.__name__)"
+    done = subprocess.run([sys.executable, "-c", code, "transformers peft"], cwd=ROOT, text=True, capture_output=True)
+    assert done.stdout.split() == ["ClvlaConfig", "ClvlaEnv"], done.stderr[-2000:]

@@ -15,7 +15,8 @@ from clvla.core.config import config_json
 from clvla.core.files import read_json, sha256, write_json
 from clvla.data.controls import make_controls
 from clvla.data.frames import FrameStore, write_store
-from clvla.data.lerobot import camera_map, file_at, fingerprint, import_lerobot, read_lerobot
+from clvla.data.contents import file_at
+from clvla.data.lerobot import camera_map, fingerprint, import_lerobot, read_lerobot
 from clvla.data.lerobot_write import decode_image, write_lerobot
 from clvla.data.stats import Processor, compute_stats, read_stats, recompute_stats, write_stats
 from clvla.data.streams import Task, stream_from, stream_json

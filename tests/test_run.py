@@ -390,7 +390,7 @@ def test_threads_and_processes_that_cannot_be_are_refused(given, says, tmp_path)
                                                (dict(num_processes=1), 4, 1, ""), (dict(strategy="zero2", ema=0.), 2, 2, "")])
 def test_a_page_takes_all_gpus_where_nothing_is_said(tmp_path, monkeypatch, kw, here, n, words):
     from clvla.run.config import resolve, resolve_here
-    monkeypatch.setattr("clvla.run.config.count_gpus", lambda: here)
+    for page in ("config", "machine"): monkeypatch.setattr(f"clvla.run.{page}.count_gpus", lambda: here)
     monkeypatch.setattr("clvla.run.config.checks", dict(imitation=lambda cfg: cfg.suite))
     cfg, said = TrainConfig(suite="dot_2", algo="er", run_dir=str(tmp_path/"run"), **kw), []
     found, about = resolve_here(cfg, said.append)
@@ -404,6 +404,6 @@ def test_a_page_takes_all_gpus_where_nothing_is_said(tmp_path, monkeypatch, kw, 
 def test_agents_stay_in_one_process(tmp_path, monkeypatch):
     from clvla.crl.config import AgentConfig
     from clvla.run.config import resolve_here
-    monkeypatch.setattr("clvla.run.config.count_gpus", lambda: 2)
+    for page in ("config", "machine"): monkeypatch.setattr(f"clvla.run.{page}.count_gpus", lambda: 2)
     said = []
     assert resolve_here(AgentConfig(run_dir=str(tmp_path/"run")), said.append)[0].num_processes == 1 and "an agent learns in one process" in said[0]

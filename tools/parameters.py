@@ -22,10 +22,11 @@ def groups_and_menus(page):
     from clvla.policies.all import policies
     from clvla.rl.all import methods
     from clvla.rl.config import PracticeConfig, PracticeSettings
-    from clvla.run.config import RunConfig
+    from clvla.run.config import ProcessSettings, RunConfig, RunSettings, SavingSettings
     from clvla.train.config import DataSettings, EvaluationSettings, LearningSettings, PolicySettings
-    if page == "run_crl": return (AgentConfig, AgentSettings, RunConfig), dict(algo_kw=agents, cl_kw={name: menu[name] for menu in (algos, cl_methods) for name in menu}, runner_kw=runners)   # agents have no policy
-    shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, RunConfig)
+    run = (RunSettings, ProcessSettings, SavingSettings, RunConfig)
+    if page == "run_crl": return (AgentConfig, AgentSettings, *run), dict(algo_kw=agents, cl_kw={name: menu[name] for menu in (algos, cl_methods) for name in menu}, runner_kw=runners)   # agents have no policy
+    shared = (DataSettings, PolicySettings, LearningSettings, EvaluationSettings, *run)
     if page == "run_rl": return (PracticeConfig, PracticeSettings, *shared), dict(algo_kw=methods, model_kw=policies, cl_kw=algos)
     return shared, dict(cl_kw=algos, model_kw=policies)
 

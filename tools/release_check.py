@@ -5,12 +5,13 @@
     python tools/release_check.py --python PATH core    # another interpreter
 
 In each environment every module of the wheel is imported (an ImportError has to name an extra), a run of seconds goes from `clvla run` to its
-report in an empty folder, and what an extra brings is imported. An environment is deleted when it has been tried. CI does without: its cheap
-part is tests/test_release.py, which hides the packages of all extras from one environment.
+report in an empty folder, what an extra brings is imported, and a few words of `USES` put it to use. An environment is deleted when it has been
+tried. CI does without: its cheap part is tests/test_release.py, which hides the packages of all extras from one environment.
 """
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # imported in an environment with the extra: what its code asks for
 TRIES = dict(core="torch, pandas, plotly", metaworld="metaworld, mujoco", libero="libero, robosuite, bddl", gym="gymnasium, minigrid", envpool="envpool", minihack="minihack",
-             sb3="stable_baselines3", ray="ray", lerobot="lerobot", peft="peft", vlm="transformers, torchvision", deepspeed="deepspeed", search="optuna", served="aiohttp, msgpack",
+             sb3="stable_baselines3", ray="ray", lerobot="lerobot, diffusers, num2words", peft="peft", vlm="transformers, torchvision", deepspeed="deepspeed", search="optuna", served="aiohttp, msgpack",
              tensorboard="tensorboard", trackio="trackio", dev="nbdev, playwright, jupyterlab", docs="sphinx, myst_nb, furo")
+LEROBOT = """import numpy as np
+from clvla.core.names import ACTION, IMAGE, PROMPT, STATE
+from clvla.data.lerobot import read_lerobot
+from clvla.data.lerobot_write import write_lerobot
+x = np.linspace(0, 1, 9, dtype=np.float32)[:, None]
+episode = {IMAGE: np.zeros((9, 64, 64, 3), np.uint8)+128, STATE: x, ACTION: x, PROMPT: "Push"}
+back, = read_lerobot(write_lerobot("films", [episode], codec="h264"))
+assert (back[ACTION] == x).all() and abs(back[IMAGE]-128.).max() < 4
+"""
+SB3 = """from stable_baselines3 import PPO
+PPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=32, device="cpu").learn(32)
+"""
+SMOKE = "--suite dot_2 --smoke --n_workers 1 --run_dir used"
+# what an extra is for, as commands in its environment; SOURCE is a copy of this project's tracked files
+USES = dict(tensorboard=[f"clvla run {SMOKE} --sink tensorboard"], trackio=[f"clvla run {SMOKE} --sink trackio"], peft=[f"clvla run {SMOKE} --lora_rank 2"],
+            vlm=[f"clvla run {SMOKE} --model qwenoft-tiny"], deepspeed=[f"clvla run {SMOKE} --strategy zero2 --num_processes 2"],
+            lerobot=[f"python -c {shlex.quote(LEROBOT)}", f"clvla run {SMOKE} --model lerobot-act-tiny"], sb3=[f"python -c {shlex.quote(SB3)}"],
+            ray=["""clvla sweep --grid seed=0..1 --folder s --suite dot_2 --smoke --n_workers 1 --engine ray --engine_kw "{'cpus': 1}" """],
+            gym=["clvla agents --suite minigrid_reach_3 --smoke --run_dir used"], minihack=["clvla agents --suite minihack_nav_15 --smoke --run_dir used"],
+            dev=["python -m pytest -q -p no:cacheprovider SOURCE/tests/test_layers.py -k circles"], docs=["python SOURCE/docs/make_site.py --out site SOURCE/nbs/cl/08_er.ipynb"])
 IMPORT_ALL = """import importlib, pkgutil, clvla
 names = [m.name for m in pkgutil.walk_packages(clvla.__path__, "clvla.") if not m.name.endswith("__main__")]
 lacking = {}
@@ -65,7 +86,7 @@ def build(folder):
 
 
 def attempt(wheel, extra, python):
-    "Make an environment, install, import, run."
+    "Make an environment, install, import, run, use."
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as d:
         home = Path(d)
@@ -79,6 +100,9 @@ def attempt(wheel, extra, python):
         said = called([own, "-c", IMPORT_ALL], env=env, cwd=home).strip().splitlines()[-1]
         called([home/"env/bin/clvla", "run", "--suite", "dot_2", "--smoke", "--n_workers", "1", "--run_dir", "run"], env=env, cwd=home)
         assert (home/"run/report.html").is_file()
+        for line in USES.get(extra, ()):
+            program, *words = shlex.split(line.replace("SOURCE", str(wheel.parents[1]/"source")))
+            called([home/"env/bin"/program, *words], env=env, cwd=home)
         n = len(re.findall(r"^\S", called([own, "-m", "pip", "list", "--format=freeze"], env=env), re.M))
     return f"{extra}: installed in {installed:.0f} s ({n} packages), tried in {time.monotonic()-start-installed:.0f} s; {said}"
 

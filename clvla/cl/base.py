@@ -94,6 +94,7 @@ class Process:
     def moments(self, p)->dict: return {}
     def gather_weights(self, write:bool=False, run:bool=False): return nullcontext()
 
+# %% ../../nbs/cl/00_base.ipynb #8c6628e2
 @dataclass(kw_only=True)
 class CLContext:
     "What a hook may read, and the gradients that it may change."
@@ -140,6 +141,7 @@ def world(self:CLContext)->int:
     "How many processes there are."
     return self._engine.world
 
+# %% ../../nbs/cl/00_base.ipynb #d28aec6c
 @patch(as_prop=True)
 def n_mixed(self:CLContext)->int:
     "How many of the last rows of `batch` are remembered ones."
@@ -239,6 +241,7 @@ def draw(self:CLContext,
     joined = [None if xs[0] is None else xs[0] if times == 1 else torch.cat(xs, 1) for xs in draws]
     return tuple(x if x is None else x[self.rank::self.world].to(self.device, non_blocking=True) for x in joined)
 
+# %% ../../nbs/cl/00_base.ipynb #589a5e54
 @patch
 def gathered(self:CLContext, values:Tensor, n:int)->Tensor:
     "(n,...) numbers in the order of the common list, from each process's (b,...) `values` for its share of it."
@@ -262,6 +265,7 @@ def set_grads(self:CLContext, gs:list):
     "Replace the gradient of the step, in `after_backward`."
     self._engine.set_grads(self.params(), gs)
 
+# %% ../../nbs/cl/00_base.ipynb #be1fd227
 @patch
 def local_grads(self:CLContext, batch:dict, noise=None, time=None)->list:
     "The gradient of the mean loss on this process's `batch` alone, which may be `{}`."

@@ -92,6 +92,7 @@ def zero(self:Engine):
     "Forget the gradients."
     self.optimizer.zero_grad()
 
+# %% ../../nbs/cl/01_engine.ipynb #09b51c52
 @patch
 def gather_weights(self:Engine, write:bool=False, run:bool=False):
     "Inside, every process sees whole weights; here they always are (page train/zero is the other case)."

@@ -73,6 +73,7 @@ def check(self:ER, B:int):
     raise ValueError(f"replay_ratio {self.replay_ratio} of a micro-batch of {B} samples (batch_size/accumulation) "
                      "rounds to none, so nothing would be replayed; raise the ratio or the micro-batch")
 
+# %% ../../nbs/cl/08_er.ipynb #8ff70b5f
 @patch
 def on_task_start(self:ER, ctx):
     "Count anew; ValueError when `total_size` is less than one sample for each task of the stream."

@@ -85,6 +85,7 @@ def entropy(
     "Entropy of each row's policy (eq. 1)."
     return -(logp.exp()*logp).sum(1)
 
+# %% ../../nbs/crl/03_ppo.ipynb #6c6d871e
 class DiscretePPO(OnPolicy):
     "Proximal policy optimisation of a network with discrete actions; its rows are single steps."
     keys = ("x", "image", "n_actions", "action", "logp_old", "reward", "mask", "v", "next_v", "done")

@@ -13,8 +13,8 @@ from ..core.names import closest, require
 PERTURBATIONS = "camera","light","start","words","distractors"   # page envs/perturb
 SPEC = dict(kind=str, name=str, task_id=str, prompt=str, max_steps=int, cameras=(list, tuple, dict))  # of any kind
 
-class Kind:
-    "What the generic pages ask of a simulator; a subclass or keyword arguments change the answers."
+class _Attributes:
+    "What a kind says of itself, and what it says where nobody gave anything."
     label = ""          # its name in messages, as in "Meta-World"
     extra = ""          # clvla's extra that installs it
     modules = ()        # importable names that it needs
@@ -36,10 +36,13 @@ class Kind:
     messages = None     # how vla-eval's benchmark of it has to be set, and its words for state and actions: dict(params, state, action)
     guides = None       # what its environments have for an expert beside a policy, of "expert" and "snapshots"; None = what the class `env` says
 
+# %% ../../nbs/envs/01_kind.ipynb #6edf15ee
+class Kind(_Attributes):
+    "What the generic pages ask of a simulator; a subclass or keyword arguments change the answers."
     def __init__(self, **attributes):
         for name,value in attributes.items():
             if not hasattr(type(self), name) or name.startswith("_"):
-                known = [k for k in vars(Kind) if not k.startswith("_")]
+                known = [k for k in dir(Kind) if not k.startswith("_")]
                 raise ValueError(f"a Kind has no {name!r}{closest(name, known)}")
             setattr(self, name, value)
         if self.entries is None: self.entries = getattr(self.env, "entries", ())
@@ -60,12 +63,23 @@ class Kind:
     def title(self, spec:dict)->str: return spec["name"]
     def suits(self, tasks:list)->dict: return self.defaults   # settings that suit some of its tasks
     def knows_success(self, spec:dict)->bool: return True  # whether an episode can be a success, or only earns
-    def perturbs(self, spec:dict)->tuple:                  # what an evaluation can change, names of `PERTURBATIONS`
-        return tuple(name for name in PERTURBATIONS if (self.sentences if name == "words" else hasattr(self.scene, name)))
-    def folder(self, spec:dict)->str:                      # what sets the spec apart from the task's usual one
-        cameras = spec.get("cameras", {})
-        sized = cameras.items() if isinstance(cameras, dict) else [(name, None) for name in cameras]
-        return "-"*bool(sized)+"+".join(f"{name}{pixels or ''}" for name,pixels in sized)
+
+# %% ../../nbs/envs/01_kind.ipynb #eb223012
+def _perturbs(self:Kind,
+    spec:dict # of an environment
+)->tuple:     # names of `PERTURBATIONS`
+    "What an evaluation can change."
+    return tuple(name for name in PERTURBATIONS if (self.sentences if name == "words" else hasattr(self.scene, name)))
+
+def _folder(self:Kind,
+    spec:dict # of an environment
+)->str:       # "" for the task's usual one
+    "What sets a spec apart from the task's usual one, for the name of a folder."
+    cameras = spec.get("cameras", {})
+    sized = cameras.items() if isinstance(cameras, dict) else [(name, None) for name in cameras]
+    return "-"*bool(sized)+"+".join(f"{name}{pixels or ''}" for name,pixels in sized)
+
+Kind.perturbs,Kind.folder = _perturbs,_folder
 
 # %% ../../nbs/envs/01_kind.ipynb #51a1e002
 def _simulator(self:Kind,

@@ -109,6 +109,7 @@ def from_records(
     (k,n),(k0,n0) = kn[:,:-1],kn[:,-1]
     return SuccessMatrix(tuple(stages), tuple(task_ids), k, n, k0, n0, curves(records, stages, task_ids))
 
+# %% ../../nbs/eval/00_metrics.ipynb #c15cdfe1
 def curve_steps(records, stages, t)->list:
     "The steps at which task `stages[t]` was evaluated while stage `t` trained it; None, the stage's end, comes last."
     steps = {r.get("step") for r in records if r["stage"] == t and r["task"] == stages[t]}

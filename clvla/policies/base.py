@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HALVES', 'Context', 'check_obs', 'check_action', 'use_tf32', 'computing_in', 'in_precision', 'Policy', 'encoded',
-           'camera_pixels', 'chunks_noise', 'check_count', 'check_images', 'param_groups', 'n_params']
+           'camera_pixels', 'chunks_noise', 'check_count', 'check_images']
 
 # %% ../../nbs/policies/00_base.ipynb #2e1e85d8
 import functools, torch
@@ -17,6 +17,7 @@ from ..core.config import arguments_of
 from ..core.contract import ContractError, author, shown
 from ..core.names import ACTION, IMAGE, IMAGES, N_ACTIONS, PAD, STATE, closest
 from .dropout import dropping, seeds_of
+from .groups import n_params, param_groups   # other pages take them from here
 
 # %% ../../nbs/policies/00_base.ipynb #12f950ab
 @dataclass(kw_only=True)
@@ -333,36 +334,3 @@ def check_prompts(self:Policy,
         if self.longest_prompt is not None and (n := self.prompt_length(text)) > self.longest_prompt:
             raise ValueError(f"the instruction {text[:60]!r} takes {n} positions, {type(self).__name__} reads "
                              f"{self.longest_prompt}; shorten it or build the policy for longer ones")
-
-# %% ../../nbs/policies/00_base.ipynb #abed4816
-def param_groups(
-    model:nn.Module,           # any module; only parameters with requires_grad take part
-    lr:float,                  # learning rate, 1/step
-    weight_decay:float=1e-4,   # of the weights of linear and convolution layers; everything else gets 0
-    lr_of:dict|None=None       # name prefix -> its own learning rate, as in {"head": 3e-4}; the longest match counts
-)->list:                       # dicts for a torch optimizer: name, params, lr, weight_decay
-    "Optimizer groups: (decays or not) x (learning rate), each trained parameter once."
-    lr_of,names = dict(lr_of or {}),[n for n,_ in model.named_parameters()]
-    if wrong := [k for k in lr_of if not any(n.startswith(k) for n in names)]:
-        modules = {".".join(n.split(".")[:k]) for n in names for k in range(1, n.count(".")+2)}
-        raise ValueError(f"no parameter begins with {wrong[0]!r}{closest(wrong[0], sorted(modules))}")
-    groups,seen = {},set()
-    for m_name,m in model.named_modules():
-        for name,p in m.named_parameters(recurse=False):
-            if not p.requires_grad or id(p) in seen: continue
-            seen.add(id(p))
-            full = f"{m_name}.{name}".lstrip(".")
-            part = max((k for k in lr_of if full.startswith(k)), key=len, default="")
-            decays = name == "weight" and isinstance(m, (nn.Linear, nn.Conv2d))
-            empty = dict(name=f"{part or 'all'}/{'decay' if decays else 'plain'}", params=[], lr=lr_of.get(part, lr),
-                         weight_decay=weight_decay if decays else 0.)
-            groups.setdefault((part, decays), empty)["params"].append(p)
-    if not groups: raise ValueError("the model has no trained parameter; is everything frozen?")
-    return list(groups.values())
-
-def n_params(
-    model:nn.Module,   # any module
-    trained:bool=True  # count only parameters with requires_grad
-)->int:                # numbers, not tensors
-    "How many parameters a model has."
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)

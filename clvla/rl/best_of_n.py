@@ -187,6 +187,7 @@ def planned(
         "since the attempts were made?")
     return gap.argmin().item()
 
+# %% ../../nbs/rl/17_best_of_n.ipynb #e0231f34
 @patch
 def take(self:BestOfNMethod, attempts:list):
     "Put attempts into the replay; the first ones say how the critic's state is standardised."

@@ -16,7 +16,7 @@ from torch import Tensor
 # %% ../../nbs/rl/02_replay.ipynb #3aca368c
 from ..core.batch import rng_state, set_rng_state
 from ..core.seeds import np_rng
-from ..run.config import memory_gb
+from ..core.processes import memory_gb
 
 # %% ../../nbs/rl/02_replay.ipynb #53760c6d
 class Queue:

@@ -9,6 +9,7 @@ __all__ = ['NOT_INHERITED', 'NOT_INHERITED_PREFIXES', 'PIPE_BYTES', 'RunStopped'
 import math, os, select, subprocess, sys, time
 from collections import deque
 from IPython.display import display
+from fastcore.basics import patch
 from ..core.processes import kill_all
 from ..core.progress import bars, read_event
 from .stop import EXIT_STOPPED, exit_text, oom_kills
@@ -118,26 +119,29 @@ class ChildOutput:
             while self.lines: self._hand_on(self.lines.popleft().decode(errors="replace").rstrip())
             if self.meanwhile and goes_on: self.meanwhile()
 
-    def _read(self)->bool:
-        "Read what is in the pipe, or wait a second for it; False when the child prints no more."
-        child_lives = self.child.poll() is None
-        is_closed = False
-        if self.pipe.poll(1000 if child_lives else 0):   # milliseconds; ended: one last read
-            data = os.read(self.child.stdout.fileno(), PIPE_BYTES)
-            *lines,self.unfinished = (self.unfinished+data).split(b"\n")
-            self.lines.extend(lines)
-            is_closed = not data
-        goes_on = child_lives and not is_closed
-        if not goes_on and self.unfinished:
-            self.lines.append(self.unfinished)
-            self.unfinished = b""
-        return goes_on
+# %% ../../nbs/run/03_launch.ipynb #8e532c08
+@patch
+def _read(self:ChildOutput)->bool:
+    "Read what is in the pipe, or wait a second for it; False when the child prints no more."
+    child_lives = self.child.poll() is None
+    is_closed = False
+    if self.pipe.poll(1000 if child_lives else 0):   # milliseconds; ended: one last read
+        data = os.read(self.child.stdout.fileno(), PIPE_BYTES)
+        *lines,self.unfinished = (self.unfinished+data).split(b"\n")
+        self.lines.extend(lines)
+        is_closed = not data
+    goes_on = child_lives and not is_closed
+    if not goes_on and self.unfinished:
+        self.lines.append(self.unfinished)
+        self.unfinished = b""
+    return goes_on
 
-    def _hand_on(self, line:str):
-        event = read_event(line, self.show)   # tells `show` what is wrong with an event
-        if event: return self.progress(event)
-        self.last_lines.append(line)
-        self.show(line)
+@patch
+def _hand_on(self:ChildOutput, line:str):
+    event = read_event(line, self.show)   # tells `show` what is wrong with an event
+    if event: return self.progress(event)
+    self.last_lines.append(line)
+    self.show(line)
 
 # %% ../../nbs/run/03_launch.ipynb #7436af1c
 class Text:

@@ -11,7 +11,7 @@ import numpy as np
 from ..core.files import reading
 from ..core.names import ACTION, IMAGES, STATE
 from ..data.controls import Controls
-from ..data.lerobot import data_files, read_columns
+from ..data.contents import data_files, read_columns
 from ..data.mixtures import check_mixture, facts, reading_lines, refuse_or_say
 from ..data.stats import unreached
 from ..data.streams import Stream, Task

@@ -15,7 +15,7 @@ from ...core.names import ACTION, IMAGE, IMAGES, STATE, closest
 from ...core.config import entries
 from ...core.files import read_json, reading
 from ...data.layouts import GRIPPERS, PICTURES, STATES, check_layout
-from ...data.lerobot import data_files, read_columns
+from ...data.contents import data_files, read_columns
 from .tasks import SUITES, SUITE_OF, check_suite, libero_id, libero_prompt, libero_task
 from ...data.partition import lerobot_info, lerobot_tasks
 

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['PROTOCOLS', 'VISUALS', 'SETTLE', 'NOOP', 'CAMERAS', 'check_task', 'folder_of', 'state_only', 'light', 'scene_filter',
-           'seeded', 'make_domain', 'osc_torques', 'compiled', 'rotation_error', 'FusedStep', 'LiberoSim',
-           'bind_contexts']
+           'seeded', 'make_domain', 'LiberoSim', 'bind_contexts']
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #a9f8177a
-import contextlib, functools, io, os, xml.etree.ElementTree as ET
+import contextlib, io, os, xml.etree.ElementTree as ET
 import numpy as np
 from fastcore.basics import patch
 from pathlib import Path
@@ -16,6 +15,7 @@ from ...core.names import closest
 from ...core.seeds import seed_of
 from ...data.layouts import axis_angle
 from .assets import bootstrap, init_states, tree
+from .control import FusedStep, compiled, osc_torques, rotation_error   # other pages take them from here
 from .states import N_STATES
 from .tasks import SUITES, check_suite
 from ..render import FastRenderer
@@ -126,97 +126,6 @@ def make_domain(
         file = Path(get_libero_path("bddl_files"))/suite/f"{name}.bddl"
         kw = dict(use_camera_obs=False, has_offscreen_renderer=draws, hard_reset=hard_reset, ignore_done=True)
         with scene_filter(change), seeded(0): return ControlEnv(str(file), **kw).env  # it places everything already
-
-# %% ../../../nbs/envs/libero/04_sim.ipynb #abfa501e
-def osc_torques(
-    J, M,    # (6,7) Jacobian of the hand; (7,7) mass matrix of the arm
-    e,       # (6,) error of position, metres, and of rotation, radians
-    kp, kd,  # (6,) stiffness and damping
-    q, qv,   # (7,) joints minus their rest position, radians; their velocities
-    bias     # (7,) gravity and Coriolis torques
-):           # (7,) Nm
-    "Torques of operational space control (eq. 1; Khatib 1987)."
-    A = np.linalg.solve(M, J.T)
-    L = J@A
-    F,f = kp*e-kd*(J@qv),np.empty(6)
-    f[:3] = np.linalg.solve(np.ascontiguousarray(L[:3,:3]), F[:3])
-    f[3:] = np.linalg.solve(np.ascontiguousarray(L[3:,3:]), F[3:])
-    u = M@(-10*q-2*np.sqrt(10.)*qv)
-    return J.T@f+u-J.T@np.linalg.solve(L, A.T@u)+bias
-
-@functools.cache
-def compiled(
-    f # function of arrays
-):
-    "`f` as machine code, kept on disk between processes; numba comes with robosuite."
-    import numba
-    try: return numba.njit(cache=True)(f)
-    except RuntimeError: return numba.njit(f)   # no folder can be written: translated again by every process
-
-# %% ../../../nbs/envs/libero/04_sim.ipynb #8945a3e9
-def rotation_error(
-    R, G # (3,3) rotation matrices, where the hand is and where it should be
-):       # (3,) radians, for small angles
-    "Half the sum of the cross products of the axes."
-    e = np.zeros(3)
-    for a in range(3):
-        b,c = (a+1)%3,(a+2)%3
-        for k in range(3): e[a] += .5*(R[b,k]*G[c,k]-R[c,k]*G[b,k])
-    return e
-
-# %% ../../../nbs/envs/libero/04_sim.ipynb #6c934b9a
-class FusedStep:
-    "One control step of a robosuite domain as published, without what it computes twice; made anew after a reset."
-    def __init__(self, domain):
-        import mujoco
-        self.domain,self.robot,self.c = domain,domain.robots[0],domain.robots[0].controller
-        self.m,self.d,c = domain.sim.model._model,domain.sim.data._data,self.c
-        self.site = mujoco.mj_name2id(self.m, mujoco.mjtObj.mjOBJ_SITE, c.eef_name)
-        self.qi,self.vi = np.array(c.qpos_index),np.array(c.qvel_index)
-        self.jac,self.mass = np.zeros((6, self.m.nv)),np.zeros((self.m.nv, self.m.nv))
-        self.arm = np.array(self.robot._ref_joint_actuator_indexes)
-        self.hand = np.array(self.robot._ref_joint_gripper_actuator_indexes)
-        self.low,self.high = map(np.array, self.robot.torque_limits)
-        reach = self.m.actuator_ctrlrange[self.hand]
-        self.mid,self.half = reach.mean(1),.5*(reach[:,1]-reach[:,0])
-        self.kp,self.kd,self.rest = np.array(c.kp, float),np.array(c.kd, float),np.array(c.initial_joint)
-        self.osc,self.turn = compiled(osc_torques),compiled(rotation_error)
-        self.n = int(domain.control_timestep/domain.model_timestep)
-
-# %% ../../../nbs/envs/libero/04_sim.ipynb #0ae61cb1
-@patch
-def __call__(self:FusedStep,
-    action,    # (7,) in [-1,1]
-    tick=None  # called after every physics step
-)->bool:       # whether the goal is reached
-    "Move the world by one control step."
-    import mujoco
-    m,d,c,grip = self.m,self.d,self.c,self.robot.gripper
-    a = np.asarray(action, float)
-    way = np.array([-1., 1.])*grip.speed*np.sign(a[6])
-    self.domain.timestep += 1
-    pos,R = d.site_xpos[self.site],d.site_xmat[self.site].reshape(3, 3)
-    for i in range(self.n):
-        mujoco.mj_step1(m, d)
-        if i == 0 and not c.new_update: self.domain._pre_action(a, True)
-        else:
-            if i == 0:
-                c.ee_pos,c.ee_ori_mat,c.new_update = pos.copy(),R.copy(),False
-                c.set_goal(a[:6])
-                c.new_update = True
-            mujoco.mj_jacSite(m, d, self.jac[:3], self.jac[3:], self.site)
-            mujoco.mj_fullM(m, self.mass, d.qM)
-            e = np.concatenate([c.goal_pos-pos, self.turn(R, c.goal_ori)])
-            tau = self.osc(self.jac[:,self.vi], np.ascontiguousarray(self.mass[np.ix_(self.vi, self.vi)]), e, self.kp,
-                           self.kd, d.qpos[self.qi]-self.rest, d.qvel[self.vi], d.qfrc_bias[self.vi])
-            d.ctrl[self.arm] = np.clip(tau, self.low, self.high)
-            grip.current_action = np.clip(grip.current_action+way, -1, 1)
-            d.ctrl[self.hand] = self.mid+self.half*grip.current_action
-        mujoco.mj_step2(m, d)
-        if tick is not None: tick()
-    self.domain.cur_time += self.domain.control_timestep
-    self.domain._post_process()
-    return bool(self.domain._check_success())
 
 # %% ../../../nbs/envs/libero/04_sim.ipynb #1050a0e2
 # steps of settling; their action, gripper open

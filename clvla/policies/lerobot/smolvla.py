@@ -105,6 +105,7 @@ class ExpertNoise:
 def mend_cache():
     "Let LeRobot's SmolVLA cut its cache to the first positions; done once in a process."
     at = importlib.import_module("lerobot.policies.smolvla.smolvlm_with_expert")
+    if at.DynamicCache is None: return   # there is no transformers, and so no SmolVLA to mend
     if at.DynamicCache.__name__ == "FirstOnes": return
     class FirstOnes(at.DynamicCache):
         def crop(self,

@@ -5,23 +5,19 @@
 # %% auto #0
 __all__ = ['MODES', 'ClvlaConfig', 'cameras_of', 'snapped', 'as_bytes', 'ClvlaPolicy', 'make_clvla_pre_post_processors',
            'lerobot_stats', 'lerobot_processors', 'lerobot_folder', 'two_valued', 'config_of', 'TwoValued',
-           'own_folder', 'guard_steps', 'Played', 'ClvlaEnv']
+           'own_folder', 'guard_steps']
 
 # %% ../../../nbs/run/18_lerobot.ipynb #1e300002
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 from ...core.names import require
 require("lerobot", "lerobot")   # names the extra where it is missing
-import gymnasium as gym
 import numpy as np
 import torch
 from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTrainedConfig
-from lerobot.envs import EnvConfig
-from lerobot.envs.utils import freeze_after_episode_end
 from lerobot.optim import AdamWConfig
 from lerobot.policies import PreTrainedPolicy, make_pre_post_processors
 from lerobot.processor import (DataProcessorPipeline, PolicyActionProcessorStep, ProcessorStep, ProcessorStepRegistry,
@@ -29,17 +25,15 @@ from lerobot.processor import (DataProcessorPipeline, PolicyActionProcessorStep,
 from torch.nn.functional import interpolate
 from ...core.batch import torch_rng
 from ...core.files import read_json
-from ...core.names import ACTION, IMAGE, IMAGES, PAD, PROMPT, STATE, closest
-from ...core.trials import trial_number
+from ...core.names import ACTION, IMAGE, IMAGES, PAD, PROMPT, STATE
 from ...data.controls import Controls
 from ...data.stats import Processor, centre_scale
-from ...envs.all import make_env, make_stream
-from ...eval.rows import check_envs, spec_of
 from ...policies.all import class_of, load_policy, make_policy
 from ...policies.base import param_groups
 from ...policies.heads import heads
 from ...policies.lerobot.adapter import MEAN, STD, LeRobot, save_lerobot
 from ...policies.lerobot.smolvla import mend_cache
+from .stream import ClvlaEnv, Played   # other pages take them from here
 
 # %% ../../../nbs/run/18_lerobot.ipynb #1e300007
 MODES = dict(VISUAL=NormalizationMode.IDENTITY, STATE=NormalizationMode.MEAN_STD, ACTION=NormalizationMode.MIN_MAX)
@@ -293,81 +287,3 @@ def guard_steps():
     DataProcessorPipeline._resolve_step_class = classmethod(guarded)
 
 guard_steps()
-
-# %% ../../../nbs/run/18_lerobot.ipynb #1e300019
-class Played(gym.Env):
-    "A task of clvla, one step at a time."
-    def __init__(self,
-        spec:dict,         # of the environment
-        image_size:int,    # pixels
-        fps:int            # of films
-    ):
-        self.env = make_env(spec, image_size)
-        if self.env.n_actions is not None:
-            self.env.close()
-            raise ValueError(f"task {self.env.task_id!r} has discrete actions, and LeRobot's are numbers")
-        self.metadata,self.render_mode = dict(render_modes=["rgb_array"], render_fps=fps),"rgb_array"
-        self.task,self.task_description = self.env.task_id,self.env.prompt
-        self._max_episode_steps = self.env.max_steps
-        pictures = {c: gym.spaces.Box(0, 255, (n, n, 3), np.uint8) for c,n in self.env.sizes.items()}
-        state = gym.spaces.Box(-np.inf, np.inf, (self.env.state_dim,), np.float32)
-        self.observation_space = gym.spaces.Dict(dict(pixels=gym.spaces.Dict(pictures), agent_pos=state))
-        self.action_space = gym.spaces.Box(-1, 1, (self.env.action_dim,), np.float32)
-
-    def seen(self, obs:dict)->dict:
-        pictures = {k.removeprefix(IMAGES): v for k,v in obs.items() if k.startswith(IMAGES)}
-        return dict(pixels=pictures, agent_pos=np.float32(obs[STATE]))
-
-    def reset(self, *, seed=None, options=None):
-        if seed is None: raise ValueError("an episode begins at a numbered start; give --seed, as in --seed=0")
-        self.won = False
-        return self.seen(self.env.reset(trial_number("report", seed))),dict(is_success=False)
-
-    def step(self, action):
-        reward,success,terminated,truncated = self.env.step(action)
-        self.won = self.won or bool(success)
-        return self.seen(self.env.obs()),float(reward),terminated,truncated,dict(is_success=self.won)
-
-    def render(self): return self.env.render()
-    def close(self): self.env.close()
-
-# %% ../../../nbs/run/18_lerobot.ipynb #1e30001a
-@EnvConfig.register_subclass("clvla")
-@dataclass
-class ClvlaEnv(EnvConfig):
-    "A stream of clvla, task after task."
-    suite:str = "dot_2"  # what `make_stream` knows
-    image_size:int = 48  # height and width of the pictures, pixels
-    fps:int = 10         # of films
-
-    def __post_init__(self):
-        self.tasks = list(dict.fromkeys(make_stream(self.suite).ids)) if self.task is None else [self.task]
-        env = self.start(self.tasks[0])
-        pictures = {f"pixels/{c}": (n, n, 3) for c,n in env.env.sizes.items()}
-        self.features = {k: PolicyFeature(FeatureType.VISUAL, shape) for k,shape in pictures.items()}
-        self.features["agent_pos"] = PolicyFeature(FeatureType.STATE, (env.env.state_dim,))
-        self.features[ACTION] = PolicyFeature(FeatureType.ACTION, (env.env.action_dim,))
-        self.features_map = {k: IMAGES+k.removeprefix("pixels/") for k in pictures}
-        self.features_map |= {"agent_pos": STATE, ACTION: ACTION}
-        env.close()
-
-    @property
-    def gym_kwargs(self): return {}
-
-    def start(self,
-        task_id:str
-    )->Played:
-        "The environment of one of the stream's tasks; ValueError for a task that it lacks."
-        stream = make_stream(self.suite)
-        if task_id not in stream.ids:
-            raise ValueError(f"stream {self.suite!r} has no task {task_id!r}{closest(task_id, stream.ids)}")
-        check_envs([stream[task_id]])
-        return Played(spec_of(stream[task_id]), self.image_size, self.fps)
-
-    def create_envs(self, n_envs:int, use_async_envs:bool=False)->dict:
-        "{suite: {number of the task: vector environment}}."
-        where = gym.vector.AsyncVectorEnv if use_async_envs and n_envs > 1 else gym.vector.SyncVectorEnv
-        more = dict(context="forkserver") if where is gym.vector.AsyncVectorEnv else {}
-        begin = lambda task_id: where([freeze_after_episode_end(partial(self.start, task_id)) for _ in range(n_envs)],
-                                      autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, **more)
-        return {self.suite: {i: begin(task_id) for i,task_id in enumerate(self.tasks)}}
