@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.names import STATE
-from ..core.settings import ABOVE0, Choice, Count, Flag, Number, SHARE, settled
+from ..core.settings import ABOVE0, Choice, Count, Flag, SHARE, settled
 from .chunk_critic import ChunkCritic, CriticLearner, chunk_rows
 from .held import TransitionSource
 from .query_token import codecs
@@ -113,9 +113,7 @@ class BestOfNMethod(TokenMethod):
         critic_hidden:Count()=128, # width of the critic's layers
         members:Count()=4,       # of the critic's ensemble
         capacity:Count(1000)=50_000, # observations in the replay
-        shuffled:Flag()=False,   # control: chunks are dealt out to other observations
-        conservative:Number(0)=0., # weight that lowers draws which were not played (eq. 3 of the critic's page)
-        others:Count()=4         # of them, in each row
+        shuffled:Flag()=False    # control: chunks are dealt out to other observations
     ):
         super().__init__(seed, token, token_updates, gamma)
         if token and reads != "token": raise ValueError(f"token is {token!r}, which nothing reads; set reads to 'token'")
@@ -130,12 +128,9 @@ def prepare(self:BestOfNMethod, ctx):
     "Make policy, learner and replay."
     TokenMethod.prepare(self, ctx)
     critic = self.policy.critic
-    self.learner = CriticLearner(critic, self.critic_lr, self.mc, conservative=self.conservative, others=self.others, seed=self.seed)
+    self.learner = CriticLearner(critic, self.critic_lr, self.mc)
     number,chunk = ((), torch.float32),((critic.C, critic.A), torch.float32)
     fields = dict(action=chunk, next_action=chunk, reward=number, mask=number, ret=number)
-    if self.conservative:
-        self.beside = ("draws",)
-        fields["draws"] = ((self.N, critic.C, critic.A), torch.float16)
     self.replay = Replay(self.capacity, dict(x=((critic.X,), torch.float16)), fields, device=ctx.device, seed=self.seed)
     self.source = TransitionSource(lambda: self.replay, [task.id for task in ctx.tasks], self.seed)
 
@@ -170,14 +165,13 @@ def fit_encoder(self:BestOfNMethod):
 # %% ../../nbs/rl/17_best_of_n.ipynb #c1700017
 @patch
 def states(self:BestOfNMethod, e)->dict:
-    "States x (n+1,X) of the n observations at which a chunk was planned and of the last one, the plans (n,H,A), and all draws (n,N,H,A)."
+    "States x (n+1,X) of the n observations at which a chunk was planned and of the last one, and the plans (n,H,A)."
     obs,rows = self.planned_at(e)
     noise = self.noise_of(e)[rows][:,:self.N]
     x,draws = self.policy.eval().look(obs, noise.to(self.ctx.device))
     as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(self.policy.H)
     within = AGREE[self.policy.vla.precision]
-    plans = [d[planned(u, a, within)] for d,u,a in zip(draws, as_played, action)]
-    return dict(x=x, plans=torch.stack(plans), draws=draws[:len(plans)])
+    return dict(x=x, plans=torch.stack([d[planned(u, a, within)] for d,u,a in zip(draws, as_played, action)]))
 
 AGREE = dict(no=1e-3, tf32=4e-3, bf16=.03)   # precision -> how far a chunk may be from itself, computed beside other rows
 

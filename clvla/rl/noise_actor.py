@@ -11,12 +11,13 @@ import math
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 from ..core.batch import first_weights, take, torch_rng
 from ..core.names import STATE
 from ..core.settings import ABOVE0, Count, Flag, Number, SHARE, settled
 from .actor import check_chunks, mlp
 from .best_of_n import AGREE, NO_TOKEN, BestOfNMethod, critic_state, planned
-from .chunk_critic import ChunkCritic, CriticLearner, logits_of
+from .chunk_critic import ChunkCritic, CriticLearner
 from .held import HeldNet, TransitionSource
 from .replay import Replay
 from .token_method import TokenMethod
@@ -86,8 +87,13 @@ def draw_logits(
     x:Tensor,    # (B,X), as it is
     draws:Tensor # (B,K,C,A)
 )->Tensor:       # (B,K)
-    "Mean logits of the members."
-    return logits_of(critic, x, draws).mean(0)
+    "Mean logits of the members; the state's share of the first layer is computed once for all draws."
+    h,part = (x-critic.mean)*critic.scale,critic.weights[0].split([critic.X, critic.C*critic.A], 1)
+    h = torch.baddbmm(critic.biases[0], h.expand(critic.members, -1, -1), part[0])[:,:,None]
+    h = h+draws.flatten(2)@part[1][:,None]
+    for b,w,gain,shift in zip(critic.biases[1:], critic.weights[1:], critic.gains, critic.shifts):
+        h = torch.relu(layer_norm(h, h.shape[-1:])*gain[:,None]+shift[:,None])@w[:,None]+b[:,None]
+    return h[...,0].mean(0)
 
 def centred(
     q:Tensor # (B,K)
