@@ -19,7 +19,7 @@ import pytest
 import torch
 from numpy.lib.format import open_memmap
 
-import clvla.run.config as run_config
+import clvla.run.machine as run_machine
 from clvla.core.files import bus_error, os_error, reserve, system_message, write_json
 from clvla.core.state import load_state, save_state
 from clvla.data.frames import _new_array
@@ -71,10 +71,10 @@ def test_more_processes_than_the_machine_bears_are_refused_for_that(tmp_path, mo
     with pytest.raises(ValueError, match="num_processes is 64 on each machine, and this one has 2 cores; use at most 8"):
         config(tmp_path/"run", num_processes=64)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(run_config, "memory_gb", lambda: 2.)
+    monkeypatch.setattr(run_machine, "memory_gb", lambda: 2.)
     with pytest.raises(ValueError, match=r"each needs at least [\d.]+ GB, together \d+ GB, and this machine has 2 GB; use at most"):
         config(tmp_path/"run", num_processes=64)
-    run_config.check_machine(config(tmp_path/"run"))
+    run_machine.check_machine(config(tmp_path/"run"))
 
 
 # paths that cannot be a run's folder
