@@ -86,7 +86,7 @@ def test_the_other_pages(folder):
     "An evaluation with other trials, and a comparison of other runs."
     runs = [str(folder/f"run_cl-{s}") for s in (7, 8)]
     first, second = (dict(run_dir=runs[k], n_trials=1, first_trial=500+k, last_only=True) for k in (0, 1))
-    (a, _), (b, _), (c, _) = twice("eval_cl", first, second, "[evaluation.home.name, cfg.first_trial, len(records)]")
+    (a, _), (b, _), (c, _) = twice("eval_cl", first, second, "[evaluation.home.name, cfg.first_trial, sum(map(len, records.values()))]")
     assert a == ["run_cl-7", 500, 2] and b == c == ["run_cl-8", 501, 2]
     first, second = dict(runs=runs, baseline="er"), dict(runs=runs[1:], baseline="seed=8", by="seed")
     (a, _), (b, _), (c, _) = twice("compare", first, second, "[list(groups), cfg.by, len(groups[cfg.baseline])]")
