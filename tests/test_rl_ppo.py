@@ -431,3 +431,20 @@ def test_settings_that_are_refused(kw):
 def test_lost_weights_are_named():
     method = make(lr=1e9, clip=None)
     with pytest.raises(FloatingPointError, match="update 1 has .* not finite"): method.update(rows(method.actor))
+
+
+def test_processes_pass_over_weights_that_no_loss_reads(monkeypatch):
+    "A model may hold layers that nothing asks for; the others' gradients are joined as ever."
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(2))   # as if another process had found the same
+    torch.manual_seed(0)
+    actor = Actor(X=6, C=2, A=2, hidden=16, std=.3)
+    actor.spare = torch.nn.Linear(2, 2)
+    before = {k: v.clone() for k, v in actor.state_dict().items()}
+    method, x = PPO(actor, Value(6, 16), epochs=1, minibatch=10), torch.randn(20, 6)
+    method.part = 0, 2
+    ref = torch.randn(20, 2, 2)
+    action = actor.eval()(x, ref).detach()+.3*torch.randn(20, 2, 2)
+    with torch.no_grad(): logp = actor.log_prob(x, ref, action)
+    method.update(dict(x=x, ref=ref, action=action, logp_old=logp, reward=torch.randn(20), mask=torch.zeros(20), next_x=x, done=torch.ones(20, dtype=torch.bool)))
+    moved = {k for k, v in actor.state_dict().items() if not torch.equal(v, before[k])}
+    assert moved and not any(k.startswith("spare") for k in moved)

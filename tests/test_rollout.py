@@ -17,14 +17,17 @@ from test_practice import SMALL, TOKEN, Crash, config, crash_after
 from clvla.core.config import config_json
 from clvla.core.files import sha256
 from clvla.core.state import load_state, save_state
+from clvla.policies.all import load_policy
 from clvla.rl.config import PracticeConfig
 from clvla.rl.episodes import Recorder, load_episodes
 from clvla.rl.learner import practise
+from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
 from clvla.run.stop import Stopped
 
 AHEAD = dict(overlap=True, episodes=9)
+FLOW = dict(algo="flow_ppo", algo_kw=dict(minibatch=7, epochs=2, trains="all"))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,7 @@ def two(data, tmp_path_factory):
             learn(name, path, home/f"{key}-one.safetensors")
             jobs.append({"learn": name, "rollout": str(path), "to": str(home/f"{key}-two.safetensors"), "accumulation": accumulation})
             made[key] = [home/f"{key}-one.safetensors", home/f"{key}-two.safetensors"]
-    runs = dict(cloning={}, ahead=dict(AHEAD), token_ppo=dict(algo="token_ppo", algo_kw=TOKEN["token_ppo"]), crash={})
+    runs = dict(cloning={}, ahead=dict(AHEAD), token_ppo=dict(algo="token_ppo", algo_kw=TOKEN["token_ppo"]), flow_ppo=FLOW, crash={})
     for name, kw in runs.items():
         cfg = config_json(config(data, home/name, num_processes=2, **kw))
         if name == "crash": jobs.append(cfg | dict(lost_at=2))
@@ -165,3 +168,13 @@ def test_ppo_in_two_processes(data, tmp_path, two):
     logs = [[l for l in r.logs() if "rl/loss" in l] for r in (run, two["token_ppo"])]
     assert len(logs[0]) == len(logs[1]) > 0
     for a, b in zip(*logs): assert all(abs(a[k]-b[k]) < 1e-3*(1+abs(a[k])) for k in a if k.startswith("rl/"))
+
+
+def test_a_trunk_learns_in_two_processes(data, tmp_path, two):
+    "The first round and its update are those of one process up to rounding; the second round is played by a whole policy that moved."
+    run, both = practise(config(data, tmp_path/"run", **FLOW), say=len), two["flow_ppo"]
+    assert rounds(run)[0] == rounds(both)[0]
+    a, b = ([l for l in r.logs() if "rl/loss" in l][0] for r in (run, both))
+    assert all(abs(a[k]-b[k]) < 1e-3*(1+abs(a[k])) for k in a if k.startswith("rl/")) and a["rl/grad_norm/trunk"] > 0
+    policies = [load_policy(checkpoints(r.path/"checkpoints")[0]).state_dict() for r in (run, both)]
+    assert all((p-q).abs().max() < 1e-3 for p, q in zip(*(list(s.values()) for s in policies)))

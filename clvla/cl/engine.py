@@ -122,11 +122,12 @@ def reset(self:Engine):
 
 @patch
 def only(self:Engine, params:dict):
-    "Let the optimizer, whose parameters are one group, move these alone; those that it knew keep their moments."
-    group,wanted = self.raw.param_groups[0],list(params.values())
-    for p in {*group["params"]}-{*wanted}: self.raw.state.pop(p, None)
-    group["params"] = wanted
-    self.groups = dict.fromkeys(wanted, group)
+    "Let the optimizer move these alone, new ones in its first group; those that it knew keep their group and moments."
+    wanted,first = list(params.values()),self.raw.param_groups[0]
+    known = {p: group for group in self.raw.param_groups for p in group["params"]}
+    for p in {*known}-{*wanted}: self.raw.state.pop(p, None)
+    self.groups = {p: known.get(p, first) for p in wanted}
+    for group in self.raw.param_groups: group["params"] = [p for p in wanted if self.groups[p] is group]
 
 @patch
 def state_dict(self:Engine, params:dict)->dict:

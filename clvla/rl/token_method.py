@@ -307,8 +307,8 @@ def noise_of(self:TokenMethod, e:Episode)->Tensor:
     "(N,2,H,A), as `TokenPolicy.chunk_noise`: that of the player for chunks that were played, other noise in between."
     played = episode_rng(e.seed, e.task_id, e.trial)
     between = torch_rng(e.seed, "practice", "reference", e.task_id, e.trial)
-    starts = [at%self.policy.H == 0 and at < e.n_steps for at in e.at.tolist()]
-    return torch.stack([self.policy.chunk_noise(played if start else between) for start in starts])
+    starts,player = [at%self.policy.H == 0 and at < e.n_steps for at in e.at.tolist()],self.acting
+    return torch.stack([player.chunk_noise(played if start else between) for start in starts])
 
 @patch
 def states(self:TokenMethod, e:Episode)->dict:

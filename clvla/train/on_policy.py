@@ -188,7 +188,7 @@ def gather(self:OnPolicy):
 @patch
 def over_processes(self:OnPolicy, info:dict)->dict:
     "Put the mean of all processes' gradients into `grad`; returns the means of the metrics."
-    grads = [p.grad for p in self.ctx.params().values()]
+    grads = [p.grad for p in self.ctx.params().values() if p.grad is not None]   # of weights that no loss reads there are none
     both = torch.cat([*(g.flatten() for g in grads), torch.stack([*info.values()])])
     torch.distributed.all_reduce(both)
     *new,metrics = (both/self.part[1]).split([*(g.numel() for g in grads), len(info)])
