@@ -11,18 +11,20 @@ from clvla.cl.base import CLContext, Process, call_hook, flat, prepare_stages
 from clvla.cl.der import DER
 from clvla.cl.derpp import DERpp, output_error
 from clvla.cl.dwe import DWE
-from clvla.cl.engine import cl_step
+from clvla.cl.engine import Loop, cl_step
 from clvla.cl.er import ER
 from clvla.cl.from_scratch import FromScratch
 from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
 from clvla.cl.gpm import GPM, directions, second_moments
 from clvla.cl.gss import GSS
+from clvla.cl.keeplora import KeepLoRA, down_projection
 from clvla.cl.l2 import L2
 from clvla.cl.latent import Latent
 from clvla.cl.lfl import LFL
 from clvla.cl.lwf import LwF, weights_of
 from clvla.cl.mas import MAS
+from clvla.cl.mlr import MLR
 from clvla.cl.olora import Adapters, OLoRA
 from clvla.cl.packnet import PackNet, largest, matrices
 from clvla.cl.progressive import Progressive
@@ -41,7 +43,8 @@ STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=20), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
               gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5), gss=dict(buffer_size=50))
-FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={}, latent=dict(buffer_size=50), progressive=dict(rank=4), gpm=dict(n_batches=2), olora=dict(rank=4), phaser=dict(buffer_size=50))
+FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), retain={}, latent=dict(buffer_size=50), progressive=dict(rank=4), gpm=dict(n_batches=2), olora=dict(rank=4), phaser=dict(buffer_size=50),
+               keeplora=dict(rank=4, n_batches=2), mlr=dict(buffer_size=50))
 
 
 def start(algo, loop, t, steps):
@@ -74,7 +77,7 @@ class Agreeing(AGEM):
     def reference(self, ctx): return ctx.grads_of(ctx.batch, ctx.noise, ctx.time)
 
 @pytest.mark.parametrize("head", ["mse", "flow"])
-@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.), lambda: Retain(1.), lambda: Latent(replay_ratio=0.), lambda: GPM(0., rest="train"),
+@pytest.mark.parametrize("make", [lambda: DERpp(50, alpha=0., beta=0.), lambda: DER(50, alpha=0.), lambda: LwF(0.), lambda: LwF(0., "current"), lambda: LFL(0.), Agreeing, lambda: L2(0.), lambda: SI(0.), lambda: MAS(0., n_batches=1), lambda: RWalk(0.), lambda: Retain(1.), lambda: Latent(replay_ratio=0.), lambda: MLR(replay_ratio=0., lam=0.), lambda: GPM(0., rest="train"),
                                   lambda: Compose(DERpp(50, alpha=0., beta=0.), LwF(0.))])
 def test_limit_is_plain_fine_tuning_bit_for_bit(make, head):
     assert (quick_run(make(), STREAM, head, steps=12) == quick_run(Sequential(), STREAM, head, steps=12)).all()
@@ -85,7 +88,7 @@ def test_one_task_that_keeps_all_weights_is_plain_fine_tuning(head):
     for packnet in (PackNet(share=1.), PackNet()): assert (quick_run(packnet, ONE, head, steps=12) == plain).all()
 
 @pytest.mark.parametrize("make", [lambda: AGEM(50), lambda: DERpp(50), LwF, LFL, PackNet, lambda: TaskLoRA(4), L2, SI, lambda: MAS(n_batches=1), FromScratch,
-                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50), Retain, lambda: Latent(50), lambda: Progressive(4), GPM, lambda: OLoRA(4)])
+                                  lambda: GDumb(90), lambda: DER(50), lambda: GEM(50, n_ref=8), RWalk, DWE, lambda: Router(4), lambda: GSS(50), Retain, lambda: Latent(50), lambda: Progressive(4), GPM, lambda: OLoRA(4), lambda: KeepLoRA(4), lambda: MLR(50)])
 def test_away_from_the_limit_something_changes(make):
     assert (quick_run(make(), STREAM, steps=12) != quick_run(Sequential(), STREAM, steps=12)).any()
 
@@ -443,6 +446,53 @@ def test_the_penalty_is_the_overlap_with_frozen_adapters_alone():
     assert all(torch.equal(a, b) for (a,_),b in zip(A, before))
 
 
+@pytest.mark.parametrize("head", ["flow", "l1", "discrete"])
+def test_an_adapter_outside_kept_directions_leaves_their_answers_alone(head):
+    "Of a robot policy, over three tasks: inputs in the directions kept before a stage have the answers of before it, in each layer."
+    algo,policy = KeepLoRA(4, threshold=.9, n_batches=2, B=4),tiny(head)
+    ctx = CLContext(policy=policy, stream=STREAM, data=Frames(robot_batch(head)))
+    Loop(ctx, quick_engine(policy), torch_rng(0, "noise"))
+    class Loader:
+        def next(self, n): return robot_batch(head)
+        def sample_batches(self, n, B, purpose): return [robot_batch(head) for _ in range(n)]
+    ctx.loader,moved = Loader(),[]
+    for t in range(3):
+        ctx.t,ctx.task_id = t,STREAM.ids[t]
+        algo.prepare(policy, t, STREAM)
+        loop = Loop(ctx, quick_engine(policy), torch_rng(t, "noise"))
+        kept = {n: M.clone() for n,M in algo.bases.items()}
+        call_hook(algo, "on_task_start", ctx)
+        for _ in range(3): cl_step(algo, loop, 6)
+        for n,M in kept.items():
+            m = policy.get_submodule(n)
+            A,B = m.A[str(t)].weight.detach(),m.B[str(t)].weight.detach()
+            assert (A@M).abs().max() < 1e-5 and (B@A@M).abs().max() < 1e-5
+            used = A[A.abs().sum(1) > 0]
+            assert torch.allclose(used@used.T, torch.eye(len(used)), atol=1e-4)   # orthonormal rows, or zeros
+            moved.append(float((B@A).abs().max()))
+        call_hook(algo, "on_task_end", ctx)
+        for n,M in kept.items(): assert torch.allclose(algo.bases[n][:, :M.shape[1]].abs(), M.abs(), atol=1e-4) or len(algo.bases[n]) == algo.bases[n].shape[1]
+    assert max(moved) > 1e-3 and algo.metrics()["adapters"] == 2
+
+def test_no_direction_left_or_no_gradient_gives_a_silent_adapter():
+    g = torch_rng(0, "down")
+    G,M = torch.randn(6, 5, generator=g),torch.linalg.qr(torch.randn(5, 3, generator=g))[0]
+    A = down_projection(G, M, 4)
+    assert (A[2:] == 0).all() and (A[:2]@M.double()).abs().max() < 1e-6 and torch.allclose(A[:2]@A[:2].T, torch.eye(2, dtype=A.dtype), atol=1e-6)
+    assert (down_projection(G, torch.eye(5), 4) == 0).all() and (down_projection(0*G, M, 4) == 0).all()
+
+def test_directions_of_other_layers_are_refused_by_keeplora():
+    algo,loop = KeepLoRA(4, n_batches=1),quick_loop(STREAM)
+    run(algo, loop, 0)
+    state,other = algo.state_dict(),KeepLoRA(4, n_batches=1)
+    other.load_state_dict(state | dict(bases={n: M for n,M in state["bases"].items() if n != "net.2"}))
+    with pytest.raises(ValueError, match=r"\['net.2'\] are not among them"): run(other, loop, 1)
+
+@pytest.mark.parametrize("head", ["mse", "flow"])
+def test_without_a_margin_mlr_is_latent_replay_bit_for_bit(head):
+    assert (quick_run(MLR(50, lam=0.), STREAM, head, steps=12) == quick_run(Latent(50), STREAM, head, steps=12)).all()
+
+
 # --- state
 @pytest.mark.parametrize("head", ["mse", "flow"])
 @pytest.mark.parametrize("name", FAMILY)
@@ -482,7 +532,7 @@ def test_a_run_stopped_inside_a_task_goes_on_bit_for_bit(name, head, tmp_path):
     w,losses,metrics = finish(algo, loop, 3)
     assert same(w, expected[0]) and (losses == expected[1]).all() and torch.equal(metrics, expected[2])
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "dwe", "router", "progressive", "olora"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "dwe", "router", "progressive", "olora", "keeplora"])
 def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_path):
     algo,loop = make_algo(name, **FAMILY[name]),quick_loop(STREAM)
     for t in range(2): run(algo, loop, t)
@@ -507,7 +557,9 @@ def test_an_evaluation_from_stored_state_gives_the_runs_own_losses(name, tmp_pat
     ("router", dict(reads="words"), "reads"), ("router", dict(shrink=0), "shrink"), ("router", dict(n_frames=0), "n_frames"),
     ("latent", dict(trunk="none"), "trunk"), ("latent", dict(replay_ratio=-1), "replay_ratio"), ("gss", dict(below=2), "below"), ("gss", dict(n_compare=0), "n_compare"), ("phaser", dict(n_phases=0), "n_phases"), ("retain", dict(mean=1), "mean"), ("er", dict(selection="best"), "selection"),
     ("gpm", dict(threshold=1.5), "threshold"), ("gpm", dict(growth=-1), "growth"), ("gpm", dict(rest="some"), "rest"), ("gpm", dict(project="weights"), "project"), ("gpm", dict(n_batches=0), "n_batches"), ("olora", dict(rank=0), "rank"), ("olora", dict(head_rank=-1), "head_rank"),
-    ("olora", dict(lam=-1), "lam"), ("olora", dict(trunk="none"), "trunk")])
+    ("olora", dict(lam=-1), "lam"), ("olora", dict(trunk="none"), "trunk"),
+    ("keeplora", dict(threshold=2), "threshold"), ("keeplora", dict(weight_threshold=-1), "weight_threshold"), ("keeplora", dict(rank=0), "rank"), ("keeplora", dict(n_batches=0), "n_batches"),
+    ("mlr", dict(lam=-1), "lam"), ("mlr", dict(gamma=-1), "gamma"), ("mlr", dict(near=2), "near"), ("mlr", dict(learns="eyes"), "learns"), ("mlr", dict(trunk="none"), "trunk")])
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message): make_algo(name, **settings)
 
@@ -540,7 +592,7 @@ def test_the_family_forgets_less_than_fine_tuning(name):
 @pytest.fixture(scope="module")
 def dot_data(tmp_path_factory): return tmp_path_factory.mktemp("data")
 
-@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router", "latent", "progressive", "gpm", "olora", "phaser"])
+@pytest.mark.parametrize("name", ["packnet", "task_lora", "from_scratch", "si", "gdumb", "dwe", "router", "latent", "progressive", "gpm", "olora", "phaser", "keeplora", "mlr"])
 def test_a_run_its_resume_and_eval_cl_give_the_same_episodes(name, tmp_path, dot_data, monkeypatch):
     "Two tasks of the dot through the whole house: trainer with its average, checkpoints, player, evaluation of checkpoints."
     from clvla.run.folder import RunFolder

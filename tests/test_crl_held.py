@@ -16,7 +16,7 @@ from clvla.run.resume import fingerprint
 SHIPPED = tuple(algos)   # before the plugins of other tests
 TWO = dict(base="dot_2", env=dict(discrete=True), name="two")
 SETTINGS = dict(lwf=dict(prompts="current"), task_lora=dict(rank=2), progressive=dict(rank=2), olora=dict(rank=2), gss=dict(buffer_size=5), derpp=dict(distance="kl"))
-REPLAY, TOO_MUCH = {"er", "gss", "agem", "gem", "derpp", "der"}, {"joint", "cumulative", "from_scratch", "gdumb", "mir", "phaser", "latent", "lfl", "router"}
+REPLAY, TOO_MUCH = {"er", "gss", "agem", "gem", "derpp", "der"}, {"joint", "cumulative", "from_scratch", "gdumb", "mir", "phaser", "latent", "lfl", "router", "keeplora", "mlr"}
 
 
 def config(path, algo="impala", cl="none", **kw):

@@ -20,7 +20,7 @@ from clvla.train.config import TrainConfig
 from clvla.train.trainer import Trainer
 
 UPDATES, SIDE = 3, 32
-SMALL = dict(mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=6), phaser=dict(buffer_size=6, n_phases=2), latent=dict(buffer_size=12), gdumb=dict(total_size=20),
+SMALL = dict(mir=dict(candidates=4, top_k=2), gss=dict(buffer_size=6), phaser=dict(buffer_size=6, n_phases=2), latent=dict(buffer_size=12), mlr=dict(buffer_size=12), keeplora=dict(rank=2, n_batches=1, B=8), gdumb=dict(total_size=20),
              ewc=dict(n_batches=1, B=8), mas=dict(n_batches=1, B=8), agem=dict(n_ref=4), gem=dict(n_ref=4), rwalk=dict(interval=2),
              router=dict(n_frames=16, rank=2), task_lora=dict(rank=2), progressive=dict(rank=2), dwe=dict(units=2))
 SMALL |= {"er+ewc": dict(n_batches=1), "lwf+packnet": {}}

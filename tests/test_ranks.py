@@ -15,7 +15,7 @@ SMALL = dict(suite="dot_2", n_demos=3, steps_per_task=8, warmup=1, batch_size=8,
 FAMILY = dict(agem=dict(buffer_size=50, n_ref=8), derpp=dict(buffer_size=50), lwf={}, lfl={}, packnet={}, task_lora=dict(rank=4), l2={}, si={},
               mas=dict(n_batches=1), from_scratch={}, gdumb=dict(total_size=90), der=dict(buffer_size=50),
               gem=dict(buffer_size=50, n_ref=8), rwalk=dict(interval=5), gss=dict(buffer_size=50))
-FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), latent=dict(buffer_size=50), progressive=dict(rank=4), gpm=dict(n_batches=2), olora=dict(rank=4))
+FAMILY |= dict(dwe=dict(units=4), router=dict(rank=4), latent=dict(buffer_size=50), progressive=dict(rank=4), gpm=dict(n_batches=2), olora=dict(rank=4), keeplora=dict(rank=4, n_batches=2), mlr=dict(buffer_size=50))
 # ZeRO-1 is ZeRO-2 without shards of gradients: DER++ and PackNet, which use outputs and masks, go through both
 ZERO = {f"{name}-{strategy}": dict(algo=name, algo_kw=kw, strategy=strategy) for name,kw in FAMILY.items() for strategy in ("zero1", "zero2")
         if strategy == "zero2" or name in ("derpp", "packnet")}

@@ -183,7 +183,7 @@ def test_the_page_refuses_what_it_does_not_know(tmp_path, given, says):
 
 
 @pytest.mark.parametrize("given,says", [
-    (dict(algo="mri"), "did you mean 'mir'?"), (dict(suite="mw55"), "did you mean 'mw5'?"), (dict(model="tinny"), "did you mean 'tiny'?"),
+    (dict(algo="mirr"), "did you mean 'mir'?"), (dict(suite="mw55"), "did you mean 'mw5'?"), (dict(model="tinny"), "did you mean 'tiny'?"),
     (dict(n_demos="-1"), "n_demos must not be negative")])
 def test_so_does_the_library_s_own_door(tmp_path, given, says):
     "The function that the page calls with its parameters."

@@ -143,7 +143,7 @@ def test_the_name_and_the_classes_give_the_same_numbers():
     assert (quick_run(make_algo("er+ewc", 2, **settings), STREAM, steps=12) != quick_run(make_algo("er", 2), STREAM, steps=12)).any()
 
 
-FEW = dict(ewc=dict(n_batches=1), mas=dict(n_batches=1), task_lora=dict(rank=4), olora=dict(rank=4), gem=dict(n_ref=8), agem=dict(n_ref=20), rwalk=dict(interval=2))
+FEW = dict(ewc=dict(n_batches=1), mas=dict(n_batches=1), task_lora=dict(rank=4), olora=dict(rank=4), keeplora=dict(rank=4, n_batches=1), gem=dict(n_ref=8), agem=dict(n_ref=20), rwalk=dict(interval=2))
 
 def test_a_pair_is_refused_at_the_door_or_runs():
     "None of the menu's pairs fails after hours."

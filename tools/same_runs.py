@@ -44,7 +44,7 @@ IMITATION = dict(
 # every further method of `cl.all.algos`, and two that are joined, on a stream that needs no simulator
 DOTS = dict(suite=DOTS3, n_demos=2, steps_per_task=8, n_trials=1, batch_size=8, image_size=32)
 MENU = ("from_scratch", "gss", "phaser", "latent", "gdumb", "l2", "si", "rwalk", "mas", "agem", "gem", "derpp", "der", "lwf", "lfl", "retain", "gpm", "packnet",
-        "task_lora", "progressive", "dwe", "router", "olora", "er+ewc")
+        "task_lora", "progressive", "dwe", "router", "olora", "keeplora", "mlr", "er+ewc")
 
 ROUNDS = dict(suite=DOTS2, n_demos=2, steps_per_task=8, episodes=6, round_episodes=3, n_trials=2, rows_per_task=2, n_workers=1,
               threads=1, warmup=1, batch_size=8, image_size=32, stride=2)

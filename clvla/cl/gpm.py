@@ -6,6 +6,7 @@
 __all__ = ['directions', 'layers', 'inputs_of', 'second_moments', 'GPM', 'check_bases']
 
 # %% ../../nbs/cl/37_gpm.ipynb #67059a04
+from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
@@ -50,16 +51,19 @@ def inputs_of(
 def second_moments(
     ctx,
     batches,  # this process's parts of batches
-    generator # of a flow head's noise
-)->dict:      # name of a weight -> (d,d) float64, sum of x x^T over all processes
+    generator,# of a flow head's noise
+    watched=None # names and layers; None: those of `layers` that are trained, each by the name of its weight
+)->dict:      # name -> (d,d) float64, sum of x x^T over all processes
     "The inputs that the layers have, layer by layer; a layer that is not called has no entry."
-    names,sums,handles = {id(p): n for n,p in ctx.params().items()},{},[]
-    def add(m, args):
-        x,name = inputs_of(m, args[0].detach()),names[id(m.weight)]
+    if watched is None:
+        names = {id(p): n for n,p in ctx.params().items()}
+        watched = [(names[id(m.weight)], m) for m in layers(ctx.policy) if id(m.weight) in names]
+    sums = {}
+    def add(m, args, name):
+        x = inputs_of(m, args[0].detach())
         sums[name] = sums.get(name, 0) + x.T@x
+    handles = [m.register_forward_pre_hook(partial(add, name=name)) for name,m in watched]
     try:
-        for m in layers(ctx.policy):
-            if id(m.weight) in names: handles.append(m.register_forward_pre_hook(add))
         with quiet(ctx.policy):
             for batch in batches:
                 batch = to_device(batch, ctx.device)

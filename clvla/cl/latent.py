@@ -92,9 +92,11 @@ class Latent(ER):
 
     def on_task_end(self, ctx):
         super().on_task_end(ctx)
-        self.stored[ctx.task_id] = latents(ctx, [(ctx.task_id, int(i)) for i in self.buf.frames[ctx.task_id]])
+        self.stored[ctx.task_id] = self.keep(ctx, [(ctx.task_id, int(i)) for i in self.buf.frames[ctx.task_id]])
         self.stored = {k: take(v, range(len(self.buf.frames[k]))) for k,v in self.stored.items()}
 
+    def keep(self, ctx, refs): return latents(ctx, refs)   # a subclass can keep something else: page cl/mlr
+    def admit(self, policy, frame, frozen): check_features(policy, frame, frozen)
     def n_appended(self, B): return 0   # to a training forward, which sees new samples alone
     def frames_kept(self): return {}    # vectors are kept in the place of frames
 
@@ -118,8 +120,8 @@ def prepare(self:Latent, policy, t:int, stream):
 def on_task_start(self:Latent, ctx):
     "Count anew; ValueError when a stored vector would not stand for its frame."
     frame = to_device(ctx.data.fetch(ctx.task_id, [0]), ctx.device)
-    check_features(ctx.policy, frame, ctx.t >= self.first)
-    if self.buf.total_bytes: self.buf.row_bytes = bytes_of(latents(ctx, [(ctx.task_id, 0)]))
+    self.admit(ctx.policy, frame, ctx.t >= self.first)
+    if self.buf.total_bytes: self.buf.row_bytes = bytes_of(self.keep(ctx, [(ctx.task_id, 0)]))
     ER.on_task_start(self, ctx)
 
 # %% ../../nbs/cl/32_latent.ipynb #182d4259

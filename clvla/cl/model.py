@@ -35,7 +35,8 @@ ASKS = dict(replay="samples of earlier tasks, to learn from them again", outputs
             layers="linear layers, for adapters, masks or columns", tasks="weights of each task's own when it is evaluated",
             others="samples of tasks other than the present one", restart="new first weights at each task",
             adamw="AdamW, Adam or SGD as the optimizer, whose step it computes aside",
-            demos="demonstrations, whose actions it reads in the order of time")
+            demos="demonstrations, whose actions it reads in the order of time",
+            ahead="samples of a task before its first update")
 
 def check_asks(names, who:str):
     "ValueError for a name that `ASKS` has not."

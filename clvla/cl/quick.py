@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from .base import CLAlgorithm, CLContext, call_hook, scope_ids
 from .buffer import gather
 from .engine import Engine, Loop, cl_step
@@ -116,6 +117,7 @@ class QuickHead:
 class QuickPolicy(nn.Module):
     "A small network that speaks the policy contract."
     head_names = ()   # no weight is kept from adapters
+    encoder_names = () # nothing is learnt in front of the first layer
     def __init__(self,
         S:int,        # numbers of a state
         H:int=2, A:int=2,
@@ -143,6 +145,11 @@ class QuickPolicy(nn.Module):
         return torch.randn(*shape, self.H, self.A, generator=generator), torch.rand(shape, generator=generator)
 
     def encode(self, obs, tokens=False): return SimpleNamespace(pooled=obs[STATE], tokens=None)
+    def parts(self, obs)->dict:
+        "The eight numbers of a state, and the task's name as (B,1,D), zeros behind it."
+        x,name = obs[STATE][:, None, :8],obs[STATE][:, None, 8:]
+        return dict(state=x, words=pad(name, (0, self.net[-1].in_features-name.shape[-1])))
+
     def forward(self, batch, *, noise=None, time=None, reduction="mean"):
         loss,out = self.head.loss(self.encode(batch), batch[ACTION], batch[PAD], noise, time)
         return (loss.mean() if reduction == "mean" else loss), out

@@ -11,7 +11,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from ..core.names import IMAGE, IMAGES, PROMPT, STATE
+from ..core.names import FEATURES, IMAGE, IMAGES, PROMPT, STATE
 from .base import Context, Policy, camera_pixels, check_count, check_obs
 from .heads import check_head, make_head
 
@@ -102,6 +102,7 @@ class Tiny(Policy):
     "A small VLA: convolutions, hashed words, two transformer blocks, and a head from the menu."
     heads,image_sizes = ("flow", "l1", "discrete"),(32, 48, 64, 80, 96)
     tell_apart = "or another table, as in model_kw={'n_rows': 1024}"
+    encoder_names = ("eyes.", "words.", "pos", "state.")   # prefixes of the weights in front of the first block
 
     def __init__(self,
         image_size:int|dict=48,   # height and width of the images, pixels; a dict gives each image key its own
@@ -152,21 +153,32 @@ def largest_rank(cls:Tiny, **config)->int:
     return cls.check(**config)["D"]
 
 # %% ../../nbs/policies/02_tiny.ipynb #a78693cb
+@patch
+def parts(self:Tiny,
+    obs:dict # images of each camera (or what `parts` made of them, under FEATURES), state, instructions
+)->dict:     # name -> (B,M,D): state, words, image.CAMERA
+    "What each encoder makes of observations."
+    c,kept = self.config,{k: FEATURES + f"image.{k.removeprefix(IMAGES)}" for k in self.pixels}
+    check_obs(obs, {k: h for k,h in self.pixels.items() if kept[k] not in obs}, c["state_dim"])
+    ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(self.query.device)
+    made = dict(state=self.state(obs[STATE])[:,None], words=self.words(ids) + self.pos[:ids.shape[1]])
+    for k,eye in zip(self.pixels, self.eyes):
+        made[kept[k].removeprefix(FEATURES)] = obs[kept[k]] if kept[k] in obs else eye(obs[k])
+    return made
+
 def embed(
     policy:Tiny,
-    obs:dict # images of each camera, state, instructions
+    obs:dict # as `parts` takes it
 )->tuple:    # tokens (B,L,D), mask (B,L), spans
     "All tokens before the first block, which of them may be attended to, and which are which."
-    c = policy.config
-    check_obs(obs, policy.pixels, c["state_dim"])
-    ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(policy.query.device)
-    parts = dict(query=policy.query.expand(len(ids), 1, -1), state=policy.state(obs[STATE])[:,None],
-                 words=policy.words(ids) + policy.pos[:ids.shape[1]])
-    for k,eye in zip(policy.pixels, policy.eyes): parts[f"image.{k.removeprefix(IMAGES)}"] = eye(obs[k])
+    parts = policy.parts(obs)
+    B = len(parts["state"])
+    parts = dict(query=policy.query.expand(B, 1, -1)) | parts
     spans,start = {},0
     for name,x in parts.items():
         spans[name] = slice(start, start+x.shape[1])
         start += x.shape[1]
-    mask = torch.ones(len(ids), start, dtype=torch.bool, device=ids.device)
-    mask[:,spans["words"]] = ids > 0
+    mask = torch.ones(B, start, dtype=torch.bool, device=policy.query.device)
+    c = policy.config
+    mask[:,spans["words"]] = (hash_words(obs[PROMPT], c["n_rows"], c["max_words"]) > 0).to(mask.device)
     return torch.cat(list(parts.values()), 1),mask,spans

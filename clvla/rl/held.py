@@ -119,6 +119,7 @@ def with_pad(rows:dict)->dict:
 LACKS = dict(words="the networks that it trains hear no instruction", features="the networks that it trains are no policy",
              layers="practice goes on with the layers that it began with", tasks="one policy plays the attempts at all of them",
              restart="practice goes on with the networks of the task before",
+             ahead="practice has none before it has made attempts",
              demos="its networks learn from transitions, which are kept one by one")   # of every method beside a frozen policy
 
 class TransitionSource:

@@ -86,7 +86,7 @@ class OnPolicy:
     keys,others = (),()   # a rollout's entries with a row for each chunk, and its others
     part = 0,1            # number of this process, and of how many that learn from equal rollouts
     lacks = dict(replay="it learns from attempts of its present weights alone, and forgets them",
-                 others="it learns from attempts of its present weights alone")
+                 others="it learns from attempts of its present weights alone", ahead="it has none before it has made attempts")
 
     @settled
     def __init__(self,
