@@ -153,32 +153,34 @@ def largest_rank(cls:Tiny, **config)->int:
     return cls.check(**config)["D"]
 
 # %% ../../nbs/policies/02_tiny.ipynb #a78693cb
+def _encoded(policy:Tiny, obs:dict)->tuple:
+    "Row numbers (B,L) of the words, and `parts`."
+    c,kept = policy.config,{k: FEATURES + f"image.{k.removeprefix(IMAGES)}" for k in policy.pixels}
+    check_obs(obs, {k: h for k,h in policy.pixels.items() if kept[k] not in obs}, c["state_dim"])
+    ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(policy.query.device)   # once: each copy to a GPU waits
+    made = dict(state=policy.state(obs[STATE])[:,None], words=policy.words(ids) + policy.pos[:ids.shape[1]])
+    for k,eye in zip(policy.pixels, policy.eyes):
+        made[kept[k].removeprefix(FEATURES)] = obs[kept[k]] if kept[k] in obs else eye(obs[k])
+    return ids,made
+
 @patch
 def parts(self:Tiny,
     obs:dict # images of each camera (or what `parts` made of them, under FEATURES), state, instructions
 )->dict:     # name -> (B,M,D): state, words, image.CAMERA
     "What each encoder makes of observations."
-    c,kept = self.config,{k: FEATURES + f"image.{k.removeprefix(IMAGES)}" for k in self.pixels}
-    check_obs(obs, {k: h for k,h in self.pixels.items() if kept[k] not in obs}, c["state_dim"])
-    ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(self.query.device)
-    made = dict(state=self.state(obs[STATE])[:,None], words=self.words(ids) + self.pos[:ids.shape[1]])
-    for k,eye in zip(self.pixels, self.eyes):
-        made[kept[k].removeprefix(FEATURES)] = obs[kept[k]] if kept[k] in obs else eye(obs[k])
-    return made
+    return _encoded(self, obs)[1]
 
 def embed(
     policy:Tiny,
     obs:dict # as `parts` takes it
 )->tuple:    # tokens (B,L,D), mask (B,L), spans
     "All tokens before the first block, which of them may be attended to, and which are which."
-    parts = policy.parts(obs)
-    B = len(parts["state"])
-    parts = dict(query=policy.query.expand(B, 1, -1)) | parts
+    ids,made = _encoded(policy, obs)
+    parts = dict(query=policy.query.expand(len(ids), 1, -1)) | made
     spans,start = {},0
     for name,x in parts.items():
         spans[name] = slice(start, start+x.shape[1])
         start += x.shape[1]
-    mask = torch.ones(B, start, dtype=torch.bool, device=policy.query.device)
-    c = policy.config
-    mask[:,spans["words"]] = (hash_words(obs[PROMPT], c["n_rows"], c["max_words"]) > 0).to(mask.device)
+    mask = torch.ones(len(ids), start, dtype=torch.bool, device=ids.device)
+    mask[:,spans["words"]] = ids > 0
     return torch.cat(list(parts.values()), 1),mask,spans
