@@ -10,10 +10,10 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from .base import CLAlgorithm
-from .gpm import directions, second_moments
-from .olora import Adapters, add_stage, ranks_of
+from .gpm import directions, kept_of, second_moments
+from .olora import Adapters, prepare_stage, ranks_of
 from .probe import quiet
-from .task_lora import ALPHA, TRUNK, check_rank, refuse_lora
+from .task_lora import ALPHA, TRUNK
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
 from ..core.settings import Count, Number, settled
 
@@ -87,14 +87,7 @@ class KeepLoRA(CLAlgorithm):
         self.n_stages,self.bytes = 0,0   # with adapters; bytes of these
 
     def prepare(self, policy, t, stream):
-        if t == 0:
-            refuse_lora(policy)
-            check_rank(policy, self.rank)
-        if t >= self.first: add_stage(policy, t, self.rank, self.head_rank, self.alpha, self.seed)
-        found = [m for m in policy.modules() if isinstance(m, Adapters)]
-        for m in found: m.A.requires_grad_(False)   # `on_task_start` writes it, and nothing trains it
-        self.n_stages = len(found[0].A) if found else 0
-        self.bytes = sum(p.nbytes for m in found for p in [*m.A.parameters(), *m.B.parameters()])
+        for m in prepare_stage(self, policy, t): m.A.requires_grad_(False)   # `on_task_start` writes it, and nothing trains it
 
 # %% ../../nbs/cl/40_keeplora.ipynb #e428eb19
 @patch
@@ -146,10 +139,7 @@ def on_task_end(self:KeepLoRA, ctx):
 @patch
 def metrics(self:KeepLoRA)->dict:
     "Stages with adapters and their bytes; share of all directions that is kept, and the bytes of these."
-    sizes = [M.shape for M in self.bases.values()]
-    kept = sum(k for _,k in sizes)/max(1, sum(d for d,_ in sizes))
-    return dict(adapters=float(self.n_stages), adapter_bytes=float(self.bytes), kept=kept,
-                basis_bytes=float(sum(4*d*k for d,k in sizes)))
+    return dict(adapters=float(self.n_stages), adapter_bytes=float(self.bytes)) | kept_of(self.bases)
 
 @patch
 def state_dict(self:KeepLoRA)->dict:

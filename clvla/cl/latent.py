@@ -126,12 +126,17 @@ def on_task_start(self:Latent, ctx):
 
 # %% ../../nbs/cl/32_latent.ipynb #182d4259
 @patch
+def rows_of(self:Latent, ctx, drawn:list)->dict|None:
+    "What is stored of this process's share of a draw; None: it has none."
+    mine = ctx.dealt(drawn)
+    return to_device(gather(mine, lambda task_id,at: take(self.stored[task_id], at)), ctx.device) if mine else None
+
+@patch
 def losses(self:Latent, ctx, drawn:list)->Tensor:
     "(b,) losses of this process's share of some stored vectors."
     noise,time = ctx.draw(len(drawn), self.noise)
-    mine = ctx.dealt(drawn)
-    if not mine: return torch.zeros(0, device=ctx.device)
-    rows = to_device(gather(mine, lambda task_id,at: take(self.stored[task_id], at)), ctx.device)
+    rows = self.rows_of(ctx, drawn)
+    if rows is None: return torch.zeros(0, device=ctx.device)
     features = SimpleNamespace(pooled=rows[POOLED], n_actions=rows.get(N_ACTIONS))
     own = noise if getattr(ctx.policy, "needs_noise", True) else None   # what dropout alone needs is not the head's
     return ctx.policy.head.loss(features, rows[ACTION], rows[PAD], own, time)[0]

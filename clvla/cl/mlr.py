@@ -12,11 +12,11 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from torch.nn.functional import normalize
-from .buffer import SAMPLING, SELECTION, SIZE, gather
+from .buffer import SAMPLING, SELECTION, SIZE
 from .er import ER
 from .latent import TRUNK, Latent
 from .probe import quiet
-from ..core.batch import cat, take, to_device
+from ..core.batch import cat, to_device
 from ..core.names import ACTION, FEATURES, N_ACTIONS, PAD, PROMPT, STATE
 from ..core.settings import Choice, Count, Number, settled
 
@@ -130,9 +130,8 @@ class MLR(Latent):
 def losses(self:MLR, ctx, drawn:list)->Tensor:
     "(b,) losses of this process's share of some stored frames."
     noise,time = ctx.draw(len(drawn), self.noise)
-    mine = ctx.dealt(drawn)
-    if not mine: return torch.zeros(0, device=ctx.device)
-    rows = to_device(gather(mine, lambda task_id,at: take(self.stored[task_id], at)), ctx.device)
+    rows = self.rows_of(ctx, drawn)
+    if rows is None: return torch.zeros(0, device=ctx.device)
     return ctx.forward(rows, noise=noise, time=time, reduction="none")[0]
 
 # %% ../../nbs/cl/41_mlr.ipynb #a51dc121

@@ -193,15 +193,18 @@ class FlowPPO(TrunkLearns, TokenPPO):
         view.explore = True
         return view
 
-    def check(self, cfg):
-        if self.deep and cfg.lora_rank:
-            raise ValueError(f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' for new ones")
-        TokenMethod.check(self, cfg)
+# %% ../../nbs/rl/33_flow_gradient.ipynb #073fe264
+@patch
+def check(self:FlowPPO, cfg):
+    if self.deep and cfg.lora_rank:
+        raise ValueError(f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' for new ones")
+    TokenMethod.check(self, cfg)
 
-    def make_value(self, **kw):
-        "A new value network."
-        kind,D = SecondHalf if self.deep else Value,self.base.head.ctx.in_features
-        with first_weights(self.seed, "practice", "value"): return kind(D, self.hidden, **kw).to(self.ctx.device)
+@patch
+def make_value(self:FlowPPO, **kw):
+    "A new value network."
+    kind,D = SecondHalf if self.deep else Value,self.base.head.ctx.in_features
+    with first_weights(self.seed, "practice", "value"): return kind(D, self.hidden, **kw).to(self.ctx.device)
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #cd1bd875
 @patch
