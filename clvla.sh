@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets clvla up on a fresh Linux machine and runs it.
 #   ./clvla.sh run [papermill options]   the main job: papermill nbs/run_cl.ipynb runs/page.ipynb -p cl mir
-#   ./clvla.sh test [pytest options]     all tests and every notebook of the library
+#   ./clvla.sh test [pytest options]     the tests in ten minutes; `test more`, which .ci/run runs, in 35, `test all` in 50
 #   ./clvla.sh lab [jupyter options]     JupyterLab on copies of the experiment pages in runs/pages, and on nbs/ beside them
 #   ./clvla.sh docs [notebooks]          the pages as a site in _site, without a network; a link that leads nowhere is an error
 #   ./clvla.sh setup                     only make the environment
@@ -73,7 +73,9 @@ case "$command" in
     if [ $# = 0 ]; then set -- -p cl mir; fi
     "$ENV_DIR/bin/papermill" --log-output --no-progress-bar nbs/run_cl.ipynb runs/page.ipynb "$@"
     say "the executed page is runs/page.ipynb; the results are in the run folder that it names" ;;
-  test) setup; "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
+  test) setup
+    case "${1:-}" in all|more) level=--$1; shift; set -- "$level" "$@" ;; esac
+    "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
     -o tmp_path_retention_policy=failed "$@" tests ;;
   docs) setup; exec "$ENV_DIR/bin/python" docs/make_site.py "$@" ;;
   lab) setup; copy_pages

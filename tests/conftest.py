@@ -1,4 +1,4 @@
-"""Which tests the short run leaves out; one thread for each worker, the longest files first, so that the workers end at about the
+"""Which tests a run leaves out; one thread for each worker, the longest files first, so that the workers end at about the
 same time, and demonstrations that several files use, made once. What a test or a file wrote is deleted when it has passed, so that
 the disk holds a file's folders at a time."""
 import gc
@@ -15,7 +15,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # A run has two threads by default. One that waits for the other would spin on a core that somebody else needs, ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-SLOW = Path(__file__).parent/"slow.txt"
+LEFT = Path(__file__).parent/"later.txt", Path(__file__).parent/"slow.txt"   # what the short run leaves out, and what `more` leaves out, too
 
 LONG = ("test_notebooks", "test_many", "test_libero_env", "test_resume", "test_run", "test_ranks", "test_player", "test_demos_faults",
         "test_pool", "test_launch", "test_plugins", "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door",
@@ -89,26 +89,35 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     group = parser.getgroup("clvla")
-    group.addoption("--all", dest="slow", action="store_const", const=True, help="the tests of tests/slow.txt too; so it is where a file of tests is named")
-    group.addoption("--short", dest="slow", action="store_const", const=False, help="without them, also where a file of tests is named")
+    group.addoption("--all", dest="level", action="store_const", const=2, help="every test; so it is where a file of tests is named")
+    group.addoption("--more", dest="level", action="store_const", const=1, help="without the tests of tests/slow.txt, as .ci/run")
+    group.addoption("--short", dest="level", action="store_const", const=0, help="without those of tests/later.txt and tests/slow.txt, also where a file is named")
 
 
-def slow_tests():
-    "Entries of slow.txt: a file, a test of all its parameters, a test of some, or a page."
-    rows = (line.split(maxsplit=1) for line in SLOW.read_text().splitlines() if line and line[0] != "#")
+def entries_of(path):
+    "Entries of a list of tests: a file, a test of all its parameters, a test of some, or pages."
+    rows = (line.split(maxsplit=1) for line in path.read_text().splitlines() if line and line[0] != "#")
     return tuple(f"tests/{name}" for _, name in rows)
 
 
-def with_slow(config):
-    "Whether this run takes the slow tests: as it says itself, or because somebody named a file or a test."
-    said = config.getoption("slow")
-    return said if said is not None else all(Path(arg.split("::")[0]).is_file() for arg in config.args)
+def lists_left(config):
+    "Lists whose tests this run leaves out: as it says itself, and none where somebody named a file or a test."
+    named = all(Path(arg.split("::")[0]).is_file() for arg in config.args)
+    level = config.getoption("level")
+    return LEFT[(2 if named else 0) if level is None else level:]
 
 
 def pytest_report_header(config):
-    slow = [] if with_slow(config) else ["the tests of tests/slow.txt are left out; --all (./clvla.sh test all) takes them too"]
+    left = lists_left(config)
+    slow = [f"the tests of {' and '.join(f'tests/{p.name}' for p in left)} are left out; --all (./clvla.sh test all) takes all, --more "
+            "(./clvla.sh test more) those of tests/later.txt"] if left else []
     browser = [] if with_browser(config) else ["the tests of the marker browser are left out; -m browser takes them"]
     return slow+browser
+
+
+def pytest_ignore_collect(collection_path, config):
+    "A file that this run leaves out whole is not imported."
+    if any(f"tests/{collection_path.name}" in entries_of(p) for p in lists_left(config)): return True
 
 
 def with_browser(config):
@@ -117,18 +126,23 @@ def with_browser(config):
 
 
 def leave_out(config, items):
-    "Deselect the slow tests; UsageError for an entry of slow.txt that names no test of a file that was collected whole."
-    entries, known = slow_tests(), {}
-    for item in items:
-        parts = item.nodeid.split("[")[0], item.nodeid, item.nodeid.split("::")[0]
-        known[item.nodeid] = [e for e in entries if e in parts or e.endswith("*") and item.nodeid.startswith(e[:-1])]
-    if not any("::" in arg for arg in config.args):
-        used, files = {e for found in known.values() for e in found}, {item.nodeid.split("::")[0] for item in items}
-        if wrong := [e for e in entries if e not in used and e.split("::")[0] in files]:
-            raise pytest.UsageError(f"tests/slow.txt names {wrong[0]}, and there is no such test; correct the line")
-    if not with_slow(config):
-        config.hook.pytest_deselected(items=[item for item in items if known[item.nodeid]])
-        items[:] = [item for item in items if not known[item.nodeid]]
+    "Deselect the tests of the lists; UsageError for an entry that names no test of a file that was collected whole."
+    known = {}
+    for path in LEFT:
+        entries, used = entries_of(path), set()
+        for item in items:
+            parts = item.nodeid.split("[")[0], item.nodeid, item.nodeid.split("::")[0]
+            found = [e for e in entries if e in parts or e.endswith("*") and item.nodeid.startswith(e[:-1])]
+            used.update(found)
+            if found: known.setdefault(path, set()).add(item.nodeid)
+        files = {item.nodeid.split("::")[0] for item in items}
+        there = {e: (path.parents[1]/e.split("::")[0]).is_file() for e in entries}
+        wrong = [e for e in entries if not there[e] or e not in used and e.split("::")[0] in files]
+        if wrong and not any("::" in arg for arg in config.args):
+            raise pytest.UsageError(f"tests/{path.name} names {wrong[0]}, and there is no such test; correct the line")
+    left = set().union(*(known.get(p, ()) for p in lists_left(config)))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]
 
 
 @pytest.hookimpl(tryfirst=True)   # before -k and -m have taken out others

@@ -581,3 +581,10 @@ def test_a_full_disk(tmp_path):
 
 if __name__ == "__main__":
     dict(kills=kills, kills_at_any_time=kills_at_any_time, limits=limits, full_disk=full_disk)[sys.argv[1]](Path(sys.argv[2]))
+
+
+def test_entries_whose_paths_would_be_one(tmp_path):
+    "A key may look like another one, a number like a word: none of three takes the place of another."
+    s = {"1'": torch.ones(1), "1": torch.ones(2), 1: torch.ones(3)}
+    save_state(tmp_path/"s", s)
+    assert same(s, load_state(tmp_path/"s"))

@@ -62,3 +62,12 @@ def test_presets_have_coras_numbers(preset, algo, unroll, batch, lr, entropy, va
     kw = preset_of(preset, algo)
     assert (kw["horizon"], kw["n_envs"], kw["lr"], kw["entropy_weight"], kw["value_weight"], kw["gamma"]) == (unroll, batch, lr, entropy, value, .99)
     assert kw["grad_clip"]*unroll*batch == pytest.approx(40) and kw["clip_reward"]
+
+
+def test_values_are_held_from_both_sides():
+    "CLEAR's cloning term on values is their squared distance: too low costs what too high costs, and none costs nothing."
+    import torch
+    from clvla.crl.clear import cloning_loss
+    logps = torch.log_softmax(torch.arange(12.).view(2, 3, 2), -1)
+    def loss(v): return float(cloning_loss(dict(logps=logps, v=torch.zeros(2, 3)), dict(logps=logps, v=torch.full((2, 3), v)), 1., 2.)[0])
+    assert loss(0.) == pytest.approx(0, abs=1e-6) and loss(.5) == pytest.approx(loss(-.5)) == pytest.approx(.5)

@@ -178,3 +178,12 @@ def test_cameras_of_different_sizes_and_entries_that_nobody_reads():
     for cameras in (["wrist"], ["front", "back"], ["front", "front"], [], {"front": 0}, {"front": 2.5}):
         with pytest.raises(ValueError, match="cameras are 'front'|whole number of pixels"): make_env({"kind": "dot", "name": "up", "cameras": cameras})
     with pytest.raises(ValueError, match="did you mean 'discrete'"): make_env({"kind": "dot", "name": "up", "discret": True})
+
+def test_the_first_success_of_a_chunk_is_the_one_that_counts():
+    "In an episode that goes on after a success, `success_at` is its first step, whatever comes later in the chunk."
+    from dot_env import Dying
+    env = Dying(dict(name="there", goes_on=True, max_steps=9), 8)
+    env.reset(0)
+    env.x[:] = 0
+    _,success,terminated,_,n = env.step_chunk(np.zeros((3, env.action_dim), np.float32))[1:]
+    assert (success, terminated, n, env.success_at) == (True, False, 3, 1)

@@ -231,6 +231,7 @@ def test_suites_are_found_or_asked_for():
 
 
 def test_tasks_of_several_scenes_are_trained_on_only(tmp_path):
+    libero_root()   # what is evaluated needs the assets
     texts = ["turn on the stove", "close the microwave"]
     path = write(tmp_path/"IPEC-COMMUNITY/libero_90_no_noops_lerobot", [drawn(seed=k, text=t) for k, t in enumerate(texts)])
     s = make_stream(str(path)); assert [o.env is None for o in s.tasks] == [True, False] and s.tasks[1].id == "kitchen6-close-microwave"
@@ -419,6 +420,7 @@ def test_rates_of_a_protocol_are_those_of_parts_that_the_model_has():
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_protocol_passes_every_check_at_a_small_scale(name, tmp_path):
     from clvla.run.config import from_page
+    libero_root()
     suite, given = suite_of(name), parameters(name)
     cfg = resolve(from_page(TrainConfig, {**given, **SMALL, "suite": suite, "data_dir": str(tmp_path)}, set()))
     assert check(cfg).ids == [libero_id(o) for o in SUITES[suite][:2]] and (cfg.n_trials, cfg.n_demos) == (2, 3)
