@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cl.model import Model
 from ..core.batch import first_weights, to_device
 from ..core.names import PAD
-from ..core.settings import ABOVE0, Count, Flag, Number, settled
+from ..core.settings import ABOVE0, ABOVE0_OR_NONE, Count, Flag, Number, settled
 from .agent import Agent, LACKS, OBSERVED, answers_of, choose, ends_of, log_probs, next_values
 from ..train.on_policy import OnPolicy, check_ends, clip_loss, explained, gae, ratio_metrics, value_loss
 
@@ -186,11 +186,11 @@ class PPO(Agent):
         lam:Number(0, 1)=.95,   # of GAE
         epochs:Count()=4,       # times that each step is used
         minibatch:Count()=128,  # steps of an optimizer step
-        clip:float=.2,          # how far from 1 a ratio counts
+        clip:ABOVE0_OR_NONE=.2, # how far from 1 a ratio counts; None: no clip
         value_weight:Number(0)=.5, # of the values in the loss
         entropy_weight:Number(0)=.01, # of the policy's entropy, which is subtracted
-        grad_clip:float=.5,     # largest gradient norm
-        kl_stop:float|None=None,# end the update at this KL divergence
+        grad_clip:ABOVE0_OR_NONE=.5, # largest gradient norm; None: no limit
+        kl_stop:ABOVE0_OR_NONE=None, # end the update before a step at which the KL divergence is above; None: never
         clip_reward:Flag()=False, # only the sign of a reward counts
         reward_scale:ABOVE0=1., # each reward times this, behind the sign: returns far from 1 drown the policy's gradient
         channels:Count()=16,    # of the first convolution
