@@ -77,8 +77,9 @@ def extras(place, page):
 
 @cache
 def seconds():
-    "Page -> measured seconds on one core, where tests/slow.txt has them."
-    rows = re.findall(r"^ *([\d.]+) test_notebooks\.py::test_notebook\[(.+)\]$", (ROOT/"tests/slow.txt").read_text(), re.M)
+    "Page -> measured seconds on one core, where tests/later.txt or tests/slow.txt has them."
+    lists = "".join((ROOT/"tests"/f"{name}.txt").read_text() for name in ("later", "slow"))
+    rows = re.findall(r"^ *([\d.]+) test_notebooks\.py::test_notebook\[(.+)\]$", lists, re.M)
     return {page: float(s) for s, page in rows}
 
 
