@@ -17,6 +17,7 @@ from clvla.core.records import append_jsonl, read_jsonl
 from clvla.eval.choice import choice, flatters, flatters_of
 from clvla.eval.plan import plan_hash, read_plan
 from clvla.eval.verdict import CLAIMS, judge_seeds, opens_with, rule
+from clvla.rl.gains import share_gained
 from clvla.run.planned import core_minutes, planned_runs, planned_verdict
 from clvla.train.config import TrainConfig, resolve
 from clvla.train.prepare import check, init_processor
@@ -81,7 +82,7 @@ def test_first_keeps_the_first_frames_and_asks_nobody():
     assert ER(selection="first").zero3
 
 
-OWN = "best_epoch", "dormant"   # pages with records of their own form
+OWN = dict(best_epoch=range(200, 205), dormant=range(200, 205), one_demonstration=range(60, 68))   # pages with records of their own form, and their seeds
 PLANNED = sorted(p.stem for p in (ATLAS/"plans").glob("*.yaml") if p.stem not in OWN)
 
 
@@ -98,8 +99,9 @@ def test_every_planned_run_is_there_once_and_stores_its_plan(name):
 def test_records_of_another_form_store_their_plan_too(name):
     lines = read_jsonl(ATLAS/f"records/{name}.jsonl")
     digest = plan_hash(yaml.safe_load((ATLAS/f"plans/{name}.yaml").read_text()))
-    assert [line["config"]["seed"] for line in lines] == [200, 201, 202, 203, 204] and {line["plan"] for line in lines} == {digest}
-    measured = dict(best_epoch=lambda r: flatters_of(r["looks"]), dormant=lambda r: savings_of(r["probes"]))[name]
+    assert list(dict.fromkeys(line["config"]["seed"] for line in lines)) == [*OWN[name]] and {line["plan"] for line in lines} == {digest}
+    measured = dict(best_epoch=lambda r: flatters_of(r["looks"]), dormant=lambda r: savings_of(r["probes"]),
+                    one_demonstration=lambda r: share_gained(r["before"], r["after"]))[name]
     assert all(-.5 < measured(line) < 1 for line in lines)
 
 
