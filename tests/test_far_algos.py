@@ -151,7 +151,7 @@ def learnt(case: str, device, path, stores: bool) -> list:
     def built():
         agent, cl = make_agent(name, 0, **kw), make_cl(cl_name, 0, **cl_kw)
         agent.build(None, Spaces(image_size=8, state=2, n_actions=dict(a=3)), device)
-        if cl_name != "none": cl.bind(agent)
+        if cl: cl.bind(agent)
         if name == "ppo": agent.learner.max_drift = None   # these probabilities are nobody's
         return agent, cl
     (agent, cl), found = built(), []
@@ -159,20 +159,20 @@ def learnt(case: str, device, path, stores: bool) -> list:
     for t in (0, 1):
         stage = SimpleNamespace(t=t, task_id=f"task{t}", steps=48)
         agent.on_task_start(stage)
-        cl.begin(stage, n_steps, Stream())
+        if cl: cl.begin(stage, n_steps, Stream())
         starts = {k: v[0] for k,v in rollout(t).items() if k in ("image", "state", "n_actions")}
         agent.on_starts(starts)
         for k in (0, 1):
             found.append(agent.learn(rollout(2*t+k)))
-            cl.observe(rollout(2*t+k))
+            if cl: cl.observe(rollout(2*t+k))
             if stores:
-                save_state(path/"agent.safetensors", dict(agent=agent.state_dict(), cl=cl.state_dict()))
+                save_state(path/"agent.safetensors", dict(agent=agent.state_dict(), cl=cl.state_dict() if cl else {}))
                 state, (agent, cl) = load_state(path/"agent.safetensors"), built()
-                cl.reshape(stage, n_steps, Stream())
+                if cl: cl.reshape(stage, n_steps, Stream())
                 agent.load_state_dict(state["agent"])
-                cl.load_state_dict(state["cl"])
+                if cl: cl.load_state_dict(state["cl"])
         agent.on_task_end(stage)
-        cl.on_task_end(stage)
+        if cl: cl.on_task_end(stage)
         agent.on_starts(starts, evaluation=True)
         found.append(dict(action=agent.predict(starts, torch.linspace(.1, .9, 4))["action"].float().mean().item()))
     return found

@@ -65,7 +65,7 @@ def ends_of(
 # %% ../../nbs/crl/02_agent.ipynb #c7200010
 class Agent:
     "What an agent answers. This one chooses evenly among discrete actions and learns nothing."
-    penalised,penalty,boxes = False,None,False   # `boxes`: whether it takes continuous actions
+    boxes = False   # whether it takes continuous actions
     home,keep,off_policy = None,3,False
     unheld,lacks,model = "it has no steps in which the hooks of cl could be called",{},None
     stops_early = ""   # the setting by which it leaves out some of `steps_in`

@@ -22,17 +22,19 @@ def make_agent(
     return agents[name](seed=seed, **settings)
 
 # %% ../../nbs/crl/90_all.ipynb #c7900008
-cl_methods = Registry("cl method", none="clvla.crl.ewc:AgentCL", ewc="clvla.crl.ewc:EWC",
-                      online_ewc="clvla.crl.ewc:OnlineEWC")
+cl_methods = Registry("cl method", none="clvla.cl.sequential:Sequential", ewc="clvla.crl.ewc:PolicyEWC",
+                      online_ewc="clvla.crl.ewc:OnlinePolicyEWC")
 
 def make_cl(
     name:str,   # a key of `cl_methods` or of `cl.all.algos`, or several of those with +
     seed:int=0, # of the run
     /, **settings # of that method
-):              # an `AgentCL`
+):              # a `Held`; None for "none"
     "A method against forgetting, by name."
-    if name in cl_methods: return cl_methods[name](**settings)
-    return at_place("clvla.crl.held:Held")(name, seed, settings)   # imported now: it loads torch
+    if name == "none": return None
+    own = name in cl_methods
+    algo = cl_methods[name](**settings) if own else at_place("clvla.cl.all:make_algo")(name, seed, **settings)
+    return at_place("clvla.crl.held:Held")(name, algo, seed, own)   # imported now: it loads torch
 
 # %% ../../nbs/crl/90_all.ipynb #8c834a2a
 runners = Registry("runner", sync="clvla.crl.runner:Runner", batched="clvla.crl.engine:Batched",

@@ -58,9 +58,9 @@ def agent_at(
     with whole_state(path):
         states = {name: load_state(Path(path)/f"{name}.safetensors") for name in learner.files}
         stage = learner.stages[states["state"]["t"]-1]   # the one that had just ended
-        learner.cl.reshape(learner.exp.stages[stage.t], learner.n_steps_of(stage), learner.stream)
+        if learner.cl: learner.cl.reshape(learner.exp.stages[stage.t], learner.n_steps_of(stage), learner.stream)
         learner.agent.load_acting(states["algo"])
-        if run.cl != "none": learner.cl.load_state_dict(states["state"]["cl"])
+        if learner.cl: learner.cl.load_state_dict(states["state"]["cl"])
     return learner
 
 # %% ../../nbs/crl/23_evaluate.ipynb #0a32a10a
@@ -98,7 +98,7 @@ def play_point(
         for n,task_id in enumerate(ids):
             check()
             if recorded.issuperset((position["t"], None, task_id, k) for k in evaluation.trials): continue
-            for r in examiner.task(learner.agent, task_id, learner.cl.within):
+            for r in examiner.task(learner.agent, task_id, learner.within):
                 if record_key(r := info | r | dict(restarts=0)) not in recorded: out.episode(r)
             emit(phase="evaluation", task=Path(path).name, done=n+1, total=len(ids), seconds=time.monotonic()-start)
     say(f"{Path(path).name}: {reached(out.episodes(), position['t'])}")

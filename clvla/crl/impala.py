@@ -65,7 +65,7 @@ def actor_critic_loss(
 # %% ../../nbs/crl/04_impala.ipynb #c740000b
 class IMPALA(Agent):
     "Actor and critic with V-trace."
-    penalised = off_policy = True
+    off_policy = True
     unheld,lacks = "",LACKS | dict(adamw="its optimizer is RMSProp")
     @settled
     def __init__(self,
@@ -132,9 +132,6 @@ def loss(self:IMPALA, rollout:dict)->tuple:   # loss, metrics, what the network 
 @patch
 def step(self:IMPALA, loss:Tensor, metrics:dict)->dict:   # metrics, as numbers
     "One update; FloatingPointError for a loss or gradient that is not finite."
-    if self.penalty is not None:
-        penalty = self.penalty(self.net)
-        loss,metrics = loss+penalty,dict(metrics, penalty=penalty.detach())
     self.opt.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.grad_clip)

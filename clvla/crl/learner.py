@@ -53,9 +53,9 @@ def check_agent(
     check_actions(cfg, agent, spaces)
     agent.check(exp, spaces)
     if getattr(agent, "file", False): check_disk(Path(cfg.run_dir)/"replay", agent.frames, spaces)
-    cl = make_cl(cfg.cl, cfg.seed, **cfg.cl_kw)
-    cl.bind(agent)
-    cl.check(runner)
+    if cl := make_cl(cfg.cl, cfg.seed, **cfg.cl_kw):
+        cl.bind(agent)
+        cl.check(runner)
     return exp,spaces
 
 def check_actions(cfg:AgentConfig, agent, spaces:Spaces):
@@ -83,8 +83,8 @@ class AgentLearner(OnStream):
                              "leave it off, or set device to 'cpu'")
         self.agent = make_agent(cfg.algo, cfg.seed, **cfg.algo_kw)
         self.runner = make_runner(cfg.runner, cfg, self.exp, **cfg.runner_kw)
-        self.cl = make_cl(cfg.cl, cfg.seed, **cfg.cl_kw)
-        self.cl.bind(self.agent)
+        self.cl = make_cl(cfg.cl, cfg.seed, **cfg.cl_kw)   # None: no method against forgetting
+        if self.cl: self.cl.bind(self.agent)
         self.agent.home,self.agent.keep = Path(cfg.run_dir)/"replay",cfg.keep
         self.t,self.step,self.frames,self.offered = 0,None,0,None   # `offered`: position of the last `state_dict`
         self.lanes = self.draws = self.examiner = None
@@ -97,6 +97,8 @@ class AgentLearner(OnStream):
         return [Stage(s.t, [s.task_id], s.task_id, -(-s.steps//self.per_update)) for s in self.exp.stages]
     @property
     def position(self)->tuple: return self.t,self.step   # as `Imitation`
+    @property
+    def within(self): return self.cl.within if self.cl else None   # around a task's evaluation episodes
 
     def gather_weights(self): return nullcontext()
     def write(self, folder:Path): pass   # the agent's networks stand in algo.safetensors
@@ -147,14 +149,13 @@ def begin(self:AgentLearner, stage:Stage):
     planned = self.exp.stages[stage.t]
     if stage.t%len(self.exp.trained) == 0: self.agent.on_cycle_start(planned.cycle)
     self.agent.on_task_start(planned)
-    self.cl.begin(planned, self.n_steps_of(stage), self.stream)
+    if self.cl: self.cl.begin(planned, self.n_steps_of(stage), self.stream)
     self.step,self.stage_frames = 0,0
     self.lanes,self.draws = self.make_lanes(stage),torch_rng(self.cfg.seed, "actions", stage.t)
 
 @patch
 def n_steps_of(self:AgentLearner, stage:Stage)->int:
-    "Optimizer steps of a stage; 0 for an agent that no method of `cl` holds."
-    if self.agent.unheld: return 0
+    "Optimizer steps of a stage."
     last = self.exp.stages[stage.t].steps-(stage.n_steps-1)*self.per_update
     return (stage.n_steps-1)*self.agent.steps_in(self.per_update)+self.agent.steps_in(last)
 
@@ -174,7 +175,7 @@ def fit(self:AgentLearner, stage:Stage):
     self.lanes.close()
     planned = self.exp.stages[stage.t]
     self.agent.on_task_end(planned)
-    self.cl.on_task_end(planned)
+    if self.cl: self.cl.on_task_end(planned)
     if (stage.t+1)%len(self.exp.trained) == 0: self.agent.on_cycle_end(planned.cycle)
     self.t,self.step,self.lanes = stage.t+1,None,None
 
@@ -186,8 +187,9 @@ def update(self:AgentLearner, stage:Stage):
     horizon = min(self.agent.horizon, -(-left//n))
     with self.shell.cost.measure("practice"): rollout = self.lanes.play(self.agent, horizon, self.draws)
     numbers = self.agent.learn(rollout)
-    self.cl.observe(rollout)
-    numbers |= self.cl.metrics()
+    if self.cl:
+        self.cl.observe(rollout)
+        numbers |= self.cl.metrics()
     self.frames += rollout["reward"].numel()
     self.stage_frames += rollout["reward"].numel()
     self.shell.run.log(stage=stage.t, task=stage.name, step=self.step, frames=self.frames, **self.logged(numbers),
@@ -219,7 +221,7 @@ def evaluate(self:AgentLearner, t:int, step=None):
     wanted = [(t, step, i, k) for i in self.stream.ids for k in range(self.exp.eval_episodes)]
     if recorded.issuperset(wanted): return
     point = dict(stage=t, after=self.stages[t].name if t >= 0 else "", step=step, frames=self.frames)
-    within = dict(within=self.cl.within) if self.cl.within else {}   # which a plugin's examiner need not take
+    within = dict(within=self.within) if self.cl else {}   # which a plugin's examiner need not take
     if self.cfg.background:
         self.aside = Aside(lambda: self.examiner.play(self.agent, **within)),point
         if t == len(self.stages)-1 and step is None: self.gather()   # nothing is left to be learnt
@@ -260,7 +262,7 @@ def state_dict(self:AgentLearner)->dict:
     self.offered = self.shell.position
     inside = {} if self.step is None else dict(lanes=self.lanes.state_dict(), draws=self.draws.get_state(),
                                                stage_frames=self.stage_frames)
-    cl = {} if self.cfg.cl == "none" else dict(cl=self.cl.state_dict())   # without a method as in older checkpoints
+    cl = dict(cl=self.cl.state_dict()) if self.cl else {}   # without a method as in older checkpoints
     return dict(algo=self.agent.state_dict(), state=dict(t=self.t, step=self.step, frames=self.frames, **inside, **cl))
 
 @patch
@@ -268,9 +270,9 @@ def load_state_dict(self:AgentLearner, states:dict):
     "Go on from `states`."
     state = states["state"]
     t = state["t"] if state["step"] is not None else state["t"]-1   # the stage whose weights these are
-    if t >= 0: self.cl.reshape(self.exp.stages[t], self.n_steps_of(self.stages[t]), self.stream)
+    if self.cl and t >= 0: self.cl.reshape(self.exp.stages[t], self.n_steps_of(self.stages[t]), self.stream)
     self.agent.load_state_dict(states["algo"])
-    if self.cfg.cl != "none": self.cl.load_state_dict(state["cl"])
+    if self.cl: self.cl.load_state_dict(state["cl"])
     self.t,self.step,self.frames = state["t"],state["step"],state["frames"]
     if self.step is None: return
     self.stage_frames,self.lanes = state["stage_frames"],self.make_lanes(self.stages[self.t])

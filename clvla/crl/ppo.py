@@ -98,7 +98,7 @@ class DiscretePPO(OnPolicy):
         **kw                    # of OnPolicy: lr, epochs, minibatch, clip, kl_stop, grad_clip, ...
     ):
         super().__init__(dict(actor=net), **kw)
-        self.net,self.lam,self.value_weight,self.entropy_weight,self.penalty = net,lam,value_weight,entropy_weight,None
+        self.net,self.lam,self.value_weight,self.entropy_weight = net,lam,value_weight,entropy_weight
 
     def prepare(self, rollout):
         check_ends(rollout["mask"], rollout["done"])
@@ -129,9 +129,8 @@ def loss(self:DiscretePPO, rows)->tuple:   # (B,), and its parts
     ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know
     info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratios)
     total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
-    if self.penalty is not None: info["penalty"] = self.penalty(self.net).expand_as(total)   # the same in each row
     compared = {} if self.algo is None or logps is None else dict(pred=answers_of(logps)[:, None])
-    return total+info.get("penalty", 0.),{k: x.detach() for k,x in info.items()} | compared
+    return total,{k: x.detach() for k,x in info.items()} | compared
 
 @patch
 def check_drift(self:DiscretePPO, rollout)->float:
@@ -174,7 +173,7 @@ class BoxPPO(DiscretePPO):
 # %% ../../nbs/crl/03_ppo.ipynb #c730000e
 class PPO(Agent):
     "Proximal policy optimisation of a small network."
-    penalised = boxes = True
+    boxes = True
     unheld,lacks = "",LACKS | OnPolicy.lacks
     @settled
     def __init__(self,
@@ -240,7 +239,6 @@ def values(self:PPO, obs:dict)->Tensor:
 @patch
 def learn(self:PPO, rollout:dict)->dict:
     "One update with what the present weights have played."
-    self.learner.penalty = self.penalty
     flat = lambda x: x.transpose(0, 1).flatten(0, 1)   # one environment behind the other
     rows = {k: flat(rollout[k]) for k in (*OBSERVED, "action", "v")}
     next_v = next_values(rollout["v"], self.values(rollout["cut"]), rollout["cut_at"])

@@ -10,11 +10,13 @@ import torch
 from copy import deepcopy
 from fastcore.basics import patch
 from torch import Tensor, nn
+from ..cl.base import CLContext
 from ..cl.derpp import softened
+from ..cl.ewc import ABOVE0 as F_MAX
 from ..core.batch import first_weights, to_device
 from ..core.settings import ABOVE0, Count, Flag, Number, settled
 from .agent import OBSERVED, log_probs
-from .ewc import F_MAX, OnlineEWC
+from .ewc import OnlinePolicyEWC
 from .impala import IMPALA
 from .ppo import PictureNet, scaled
 
@@ -87,7 +89,6 @@ SHARE = Number(1e-12, 1-1e-12, "above 0 and below 1")
 
 class ProgressCompress(IMPALA):
     "IMPALA in an active column, and a knowledge base that it is compressed into."
-    penalised = False   # the springs of a method from outside would rest at a column that starts anew; it has its own
     unheld = "its column starts anew with each task, and it has a method of its own"
     @settled
     def __init__(self,
@@ -113,7 +114,7 @@ class ProgressCompress(IMPALA):
         settings = dict(lr=lr, gamma=gamma, epochs=epochs, value_weight=value_weight, entropy_weight=entropy_weight,
                         grad_clip=grad_clip, clip_reward=clip_reward, channels=channels, hidden=hidden)
         super().__init__(seed, n_envs, horizon, **settings)
-        self.ewc = OnlineEWC(ewc_lam, ewc_decay, fisher_steps, f_max)
+        self.ewc = OnlinePolicyEWC(ewc_lam, ewc_decay, fisher_steps, f_max)
         self.base = IMPALA(seed, n_envs, horizon, **settings)   # the knowledge base, its optimizer and its springs
         self.ewc.bind(self.base)
         self.rollouts,self.practice = 0,None   # of this task so far; how many of them are progress
@@ -144,6 +145,7 @@ def practice_of(self:ProgressCompress, stage)->int:
 def build(self:ProgressCompress, exp, spaces, device="cpu"):
     "The knowledge base, and the first active column."
     self.base.build(exp, spaces, device)
+    self.ctx = CLContext(policy=self.base.model, seed=self.seed)   # what the springs hold
     IMPALA.build(self, exp, spaces, device)
 
 @patch
@@ -157,7 +159,8 @@ def on_task_start(self:ProgressCompress, stage):
 @patch
 def on_task_end(self:ProgressCompress, stage):
     "The springs of the task's knowledge."
-    self.ewc.on_task_end(stage)
+    self.ctx.task_id = stage.task_id
+    self.ewc.on_task_end(self.ctx)
 
 @patch
 def predict(self:ProgressCompress, obs:dict, draws:Tensor)->dict:
@@ -178,12 +181,14 @@ def learn(self:ProgressCompress, rollout:dict)->dict:
 @patch
 def compress(self:ProgressCompress, rollout:dict)->dict:
     "`epochs` updates of the knowledge base (eq. 2); metrics of the last one."
-    self.ewc.observe(rollout)
+    self.ewc.played(rollout)
     rollout,shape = to_device(rollout, self.device),rollout["logps"].shape
     obs = {k: rollout[k].flatten(0, 1) for k in OBSERVED}
     for _ in range(self.epochs):
         kl = compress_loss(rollout, self.base.net(obs)[0].view(shape))
-        metrics = self.base.step(kl, dict(kl=kl.detach()))
+        penalty = self.ewc.compute_penalty(self.ctx)   # None before a task has ended
+        loss = kl if penalty is None else kl+penalty
+        metrics = self.base.step(loss, dict(kl=kl.detach(), penalty=self.ewc.last))
     return metrics
 
 # %% ../../nbs/crl/07_progress_compress.ipynb #c770001a
