@@ -75,8 +75,10 @@ case "$command" in
     say "the executed page is runs/page.ipynb; the results are in the run folder that it names" ;;
   test) setup
     case "${1:-}" in all|more) level=--$1; shift; set -- "$level" "$@" ;; esac
+    where=(tests)
+    for word in "$@"; do case $word in tests/*) where=() ;; esac; done   # a file that is named runs alone
     "$ENV_DIR/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
-    -o tmp_path_retention_policy=failed "$@" tests ;;
+    -o tmp_path_retention_policy=failed "$@" "${where[@]}" ;;
   docs) setup; exec "$ENV_DIR/bin/python" docs/make_site.py "$@" ;;
   lab) setup; copy_pages
     exec "$ENV_DIR/bin/jupyter" lab --ServerApp.root_dir="$PWD" --LabApp.default_url=/lab/tree/runs/pages/run_cl.ipynb "$@" ;;
