@@ -31,18 +31,18 @@ def mentioned(text):
     return [name for found in MENTION.findall(text) for name in re.findall(r"\*([\w/]+)\*", found)]
 
 
-def dead_links(text, folder):
-    "Targets of relative links that do not exist; a heading behind # is not looked for."
+def dead_links(text, folder, may_be=Path.exists):
+    "Targets of relative links that do not exist, or that are not `may_be`; a heading behind # is not looked for."
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
     targets = [unquote(t.split("#")[0]) for t in LINK.findall(text) if not re.match(r"[a-z]+:|#|attachment:", t)]
-    return [t for t in targets if not (folder/t).exists()]
+    return [t for t in targets if not may_be(folder/t)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT/"nbs")))
 def test_links_and_mentions(page):
     text = "\n".join(cells(page, "markdown"))
     comments = "\n".join(line for code in cells(page, "code") for line in code.splitlines())
-    assert dead_links(text, page.parent) == []
+    assert dead_links(text, page.parent, Path.is_file) == []   # a folder is no page of the site
     assert [name for name in mentioned(text+"\n"+comments) if name not in KNOWN] == [], "name a page as room/module, as in *envs/pool*"
 
 
@@ -54,3 +54,4 @@ def test_links_of_documents(document):
 def test_what_is_looked_for():
     assert mentioned("see page *envs/pool*, pages *a/b* and *c*; a *word*") == ["envs/pool", "a/b", "c"]
     assert dead_links("[a](no.ipynb) [b](https://x.org) [c](index.ipynb#top)", ROOT/"nbs") == ["no.ipynb"]
+    assert dead_links("[a](cl) [b](index.ipynb)", ROOT/"nbs", Path.is_file) == ["cl"]
