@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import zlib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,7 @@ def pytest_addoption(parser):
     group.addoption("--short", dest="level", action="store_const", const=0, help="without those of tests/later.txt and tests/slow.txt, also where a file is named")
 
 
+@cache
 def entries_of(path):
     "Entries of a list of tests: a file, a test of all its parameters, a test of some, or pages."
     rows = (line.split(maxsplit=1) for line in path.read_text().splitlines() if line and line[0] != "#")

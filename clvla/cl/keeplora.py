@@ -80,7 +80,8 @@ class KeepLoRA(CLAlgorithm):
         B:Count()=32,            # samples of each
         seed:int=0
     ):
-        self.head_rank,self.seed = rank if head_rank is None else head_rank,seed
+        self.seed = seed
+        self.head_rank = rank if head_rank is None else head_rank
         self.first = 1 if trunk == "first" else 0   # the first stage with adapters
         self.generator = torch_rng(seed, "keeplora noise")
         self.bases = {}                  # name of a layer -> (d,k) kept directions

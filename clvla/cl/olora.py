@@ -68,6 +68,7 @@ def add_stage(
     for m in policy.modules():
         if isinstance(m, Adapters): m.grow(t, generator)
 
+# %% ../../nbs/cl/38_olora.ipynb #3c9abf55
 def prepare_stage(
     algo,   # with rank, head_rank, alpha, seed and `first`, its first stage with adapters; gets n_stages and bytes
     policy,
@@ -97,7 +98,8 @@ class OLoRA(CLAlgorithm):
         trunk:TRUNK="first",     # "first": the first task trains the whole policy; "pretrained": no task trains it
         seed:int=0
     ):
-        self.head_rank,self.seed = rank if head_rank is None else head_rank,seed
+        self.seed = seed
+        self.head_rank = rank if head_rank is None else head_rank
         self.first = 1 if trunk == "first" else 0   # the first stage with adapters
         self.n_stages,self.bytes,self.last = 0,0,torch.zeros(())   # with adapters; of these; overlap in the last update
 

@@ -29,12 +29,11 @@ def make_cl(
     name:str,   # a key of `cl_methods` or of `cl.all.algos`, or several of those with +
     seed:int=0, # of the run
     /, **settings # of that method
-):              # a `Held`; None for "none"
+):              # a `Held`, a `HeldOwn` for a key of `cl_methods`; None for "none"
     "A method against forgetting, by name."
     if name == "none": return None
-    own = name in cl_methods
-    algo = cl_methods[name](**settings) if own else at_place("clvla.cl.all:make_algo")(name, seed, **settings)
-    return at_place("clvla.crl.held:Held")(name, algo, seed, own)   # imported now: it loads torch
+    if name in cl_methods: return at_place("clvla.crl.held:HeldOwn")(name, cl_methods[name](**settings), seed)   # imported now: it loads torch
+    return at_place("clvla.crl.held:Held")(name, at_place("clvla.cl.all:make_algo")(name, seed, **settings), seed)
 
 # %% ../../nbs/crl/90_all.ipynb #8c834a2a
 runners = Registry("runner", sync="clvla.crl.runner:Runner", batched="clvla.crl.engine:Batched",
