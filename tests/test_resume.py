@@ -63,7 +63,7 @@ def crash_at(monkeypatch, stage, step, what=Crash):
 
 FEW = dict(n_batches=2, B=8)   # of the Fisher information, each sample of which needs a backward pass of its own
 CASES = {"sequential": {}, "joint": {}, "cumulative": {}, "er": {}, "mir": dict(algo_kw=dict(refresh=2)), "ewc": dict(algo_kw=FEW)}
-MORE = {"er-values": dict(algo="er", algo_kw=dict(store="values", sampling="rotating", form="append")), "ewc-online": dict(algo="ewc", algo_kw=dict(mode="online", **FEW)),
+MORE = {"er-deltas": dict(algo="er", algo_kw=dict(store="deltas 16", sampling="rotating", form="append")), "ewc-online": dict(algo="ewc", algo_kw=dict(mode="online", **FEW)),
         "er-kept-optimizer": dict(algo="er", reset_optimizer=False), "er-no-average": dict(algo="er", ema=0., accumulation=2),
         "mir-lora": dict(algo="mir", lora_rank=4), "er-lora": dict(algo="er", lora_rank=4), "ewc-lora": dict(algo="ewc", lora_rank=4, algo_kw=FEW),
         "sequential-lora": dict(algo="sequential", lora_rank=4), "er-curve": dict(algo="er", curve_points=2, evaluate="lower"),

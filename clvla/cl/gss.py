@@ -52,7 +52,7 @@ class GSS(ER):
         buffer_size:Count(0, none=True)=1000, # samples kept of each finished task; None or 0: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:SAMPLING="balanced", # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
-        store:STORE="refs",        # "refs": samples by number, read again from the data; "values": copies
+        store:STORE="refs",        # "refs": samples by number, read again from the data; "values": copies; "deltas": copies that share pixels
         total_size:SIZE=None,      # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         n_compare:Count(none=True)=10, # stored samples that each new one is compared with; None: all
         below:Number(-1, 1)=.5,    # largest cosine of a sample that may replace another; 0 in the paper

@@ -92,7 +92,7 @@ class Phaser(ER):
     def __init__(self,
         buffer_size:Count(0, none=True)=1000, # samples kept of each finished task; None or 0: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
-        store:STORE="refs",        # "refs": samples by number, read again from the data; "values": copies
+        store:STORE="refs",        # "refs": samples by number, read again from the data; "values": copies; "deltas": copies that share pixels
         total_size:SIZE=None,      # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         n_phases:Count()=4,        # K, phases of an episode
         seed:int=0,
