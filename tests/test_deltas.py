@@ -1,8 +1,9 @@
 """Replay memory that keeps what differs from an earlier picture: nothing is lost, no byte too many, and runs that go on"""
+from types import SimpleNamespace
 import numpy as np, pytest, torch
 from clvla.cl.all import make_algo
 from clvla.cl.buffer import TaskBuffer, gather, sizes
-from clvla.cl.deltas import Deltas, Store, as_arrays, from_arrays, restored, take_restored, with_deltas
+from clvla.cl.deltas import HEAD, LONGEST, Deltas, as_arrays, from_arrays, restored, take_restored, with_deltas
 from clvla.core.batch import cat, take
 from clvla.core.names import IMAGE, INDEX, PROMPT, STATE
 from clvla.core.state import load_state, save_state
@@ -39,7 +40,7 @@ def test_no_pixel_is_further_off_than_the_tolerance(C, h, w, tolerance):
     pictures = scene(40, C, h, w) if min(h, w) > 4 else np.random.default_rng(0).integers(0, 256, (40, C, h, w), np.uint8)
     deltas = Deltas(tolerance)
     for x in pictures: deltas.add(x)
-    back = np.stack([restored(deltas.files, i) for i in range(40)])
+    back = np.stack([restored(deltas.packed, i) for i in range(40)])
     assert np.abs(back.astype(int)-pictures).max() <= tolerance
     assert (back == np.stack(deltas.pictures)).all(), "what is compared with later pictures is what a decoder sees"
 
@@ -47,7 +48,7 @@ def test_no_pixel_is_further_off_than_the_tolerance(C, h, w, tolerance):
 def test_a_picture_that_was_there_before_costs_nearly_nothing():
     deltas = Deltas()
     for x in np.concatenate([scene(30), scene(30)]): deltas.add(x)
-    assert max(map(len, deltas.files[30:])) < 40 < min(map(len, deltas.files[:1]))
+    assert max(map(len, deltas.packed[30:])) < 40 < min(map(len, deltas.packed[:1]))
 
 
 @pytest.mark.parametrize("total", ["4 kB", "6 kB", "20 kB"])
@@ -80,9 +81,46 @@ def test_a_share_is_filled_as_far_as_frames_fit():
     assert sizes(more)[:n].sum() <= 6000 < sizes(more).sum()
 
 
-def test_a_budget_without_room_is_a_sentence():
-    with pytest.raises(ValueError, match="a share of 500 bytes holds no frame of task 'a'; raise total_size"):
+def test_a_budget_without_room_is_a_sentence_before_the_task_begins():
+    with pytest.raises(ValueError, match="a share of 500 bytes, one of 1, holds no frame of task 'a', whose first one takes"):
         TaskBuffer(None, store="deltas", total_size="500 B").add_task("a", Scenes(a=5))
+    ctx = SimpleNamespace(stream=SimpleNamespace(ids=list("abcd")), task_id="a", data=Scenes(a=5))
+    with pytest.raises(ValueError, match="a share of 500 bytes, one of 4,"): TaskBuffer(None, store="deltas", total_size="2 kB").check_room(ctx)
+    TaskBuffer(None, store="deltas", total_size="20 kB").check_room(ctx)
+
+
+def test_a_task_that_is_refused_leaves_the_memory_as_it_was():
+    data = Scenes(a=20, b=20, c=0)
+    buf = TaskBuffer(None, store="deltas", total_size="20 kB")
+    buf.add_task("a", data)
+    before = {k: v.tolist() for k, v in buf.frames.items()}
+    data.tasks["b"][IMAGE] = data.tasks["b"][IMAGE].float()
+    with pytest.raises(ValueError, match="in uint8, found"): buf.add_task("b", data)
+    with pytest.raises(ValueError, match="has no frames to remember"): buf.add_task("c", data)
+    assert {k: v.tolist() for k, v in buf.frames.items()} == before and list(buf.values) == ["a"]
+    assert len(buf.fetch(buf.draw(8), None)[INDEX]) == 8
+
+
+def test_only_pictures_lose_anything():
+    "Other columns of whole numbers and of bytes stay as they are."
+    rows = Scenes(a=30).tasks["a"] | {"labels": torch.randint(0, 8, (30, 1, 5, 5), dtype=torch.uint8), "names": [b"x"]*30}
+    back = take_restored(cat(*with_deltas([rows], 16, None)), range(30))
+    assert torch.equal(back["labels"], rows["labels"]) and back["names"] == rows["names"] and not torch.equal(back[IMAGE], rows[IMAGE])
+
+
+def test_pictures_of_another_size_are_refused():
+    deltas = Deltas()
+    deltas.add(scene(1)[0])
+    with pytest.raises(ValueError, match="the pictures of a task have one size"): deltas.add(scene(1, h=16)[0])
+
+
+def test_a_chain_of_references_ends():
+    "A scene that drifts would make one as long as the task."
+    deltas, x = Deltas(), np.zeros((3, 30, 30), np.uint8)
+    for i in range(300):
+        x[0, 3*(i%10), 3*(i//10%10)] += 1
+        deltas.add(x.copy())
+    assert max(deltas.chain) == LONGEST and (restored(deltas.packed, 299) == x).all()
 
 
 @pytest.mark.parametrize("name,kw", [("er", {}), ("mir", dict(candidates=4, top_k=2)), ("agem", {}), ("gem", {}), ("gdumb", {}), ("gss", {}), ("phaser", {})])
@@ -101,7 +139,19 @@ def test_state_goes_through_a_file(tmp_path):
     for _ in range(20):
         x, y = a.fetch(a.draw(5), None), b.fetch(b.draw(5), None)
         assert all(torch.equal(x[k], y[k]) for k in (IMAGE, WRIST, STATE, INDEX))
-    with pytest.raises(ValueError, match="the saved one was of the other kind"): TaskBuffer(30).load_state_dict(load_state(tmp_path/"s"))
+    for store in ("refs", "values", "deltas", "deltas 5"):
+        with pytest.raises(ValueError, match="the saved one was of the other kind \\('deltas 4'\\)"): TaskBuffer(30, store=store).load_state_dict(load_state(tmp_path/"s"))
+
+
+@pytest.mark.parametrize("store", ["refs", "values"])
+def test_a_state_from_before_says_no_store(store):
+    a, b, data = TaskBuffer(30, store=store), TaskBuffer(30, store=store), Scenes(a=40)
+    a.add_task("a", data)
+    state = a.state_dict()
+    del state["store"]
+    b.load_state_dict(state)
+    assert b.draw(5) == a.draw(5)
+    with pytest.raises(ValueError, match="of the other kind"): TaskBuffer(30, store=dict(refs="values", values="deltas")[store]).load_state_dict(state)
 
 
 def test_arrays_and_back_after_a_cut():
@@ -113,7 +163,18 @@ def test_arrays_and_back_after_a_cut():
 def test_a_reference_into_the_future_is_refused():
     deltas = Deltas()
     for x in scene(4): deltas.add(x)
-    with pytest.raises(ValueError, match="does not come before it"): restored(deltas.files[::-1], 0)
+    with pytest.raises(ValueError, match="does not come before it"): restored(deltas.packed[::-1], 0)
+
+
+def test_damaged_pictures_are_refused():
+    deltas = Deltas()
+    for x in scene(4): deltas.add(x)
+    whole, last = deltas.packed[0], deltas.packed[3]
+    for packed in ([whole[:-5]], [b""], [HEAD.pack(-7, *HEAD.unpack_from(whole)[1:])+whole[HEAD.size:]], [HEAD.pack(-1, 3, 5, 5)+whole[HEAD.size:]], [HEAD.pack(-1, *HEAD.unpack_from(last)[1:])+last[HEAD.size:]]):
+        with pytest.raises(ValueError, match="picture 0 of a memory is damaged"): restored(packed, 0)
+    arrays = as_arrays(cat(*with_deltas([Scenes(a=5).tasks["a"]], 0, None)))
+    arrays[IMAGE]["sizes"] = arrays[IMAGE]["sizes"][:-1]
+    with pytest.raises(ValueError, match="their sizes add up to"): from_arrays(arrays)
 
 
 def test_a_run_without_loss_is_the_run_of_whole_samples(tmp_path):

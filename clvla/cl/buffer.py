@@ -11,7 +11,7 @@ import copy
 import numpy as np
 import torch
 from fastcore.basics import patch
-from .deltas import Store, as_arrays, from_arrays, is_files, take_restored, tolerance_of, with_deltas
+from .deltas import Store, as_arrays, from_arrays, packed_of, take_restored, tolerance_of, with_deltas
 from .selection import TaskFrames, select, selections
 from ..core.batch import cat, rng_state, set_rng_state, take
 from ..core.seeds import np_rng
@@ -50,10 +50,10 @@ def bytes_of(
     return sum(x[0].numel()*x.element_size() for x in batch.values() if torch.is_tensor(x))
 
 def sizes(
-    batch:dict # tensors, lists of files and other lists, of B rows each
+    batch:dict # tensors, lists of packed pictures and other lists, of B rows each
 )->np.ndarray: # (B,)
-    "Bytes of each row: its tensors, its files and their sizes, and its frame number."
-    return sum(np.array(list(map(len, x)))+4 for x in batch.values() if is_files(x)) + bytes_of(batch) + 8
+    "Bytes of each row: its tensors, its packed pictures with their sizes, and its frame number."
+    return sum(np.array(list(map(len, x)))+4 for x in packed_of(batch).values()) + bytes_of(batch) + 8
 
 # %% ../../nbs/cl/03_buffer.ipynb #31c95249
 def slots(
@@ -105,11 +105,11 @@ class TaskBuffer:
     def check_room(self, ctx):
         "ValueError when the tasks of a stream do not find room."
         if ctx.stream is None: return
-        if self.total_bytes: self.fit(ctx.task_id, ctx.data)
+        if self.total_bytes: self.fit(ctx.task_id, ctx.data, len(ctx.stream.ids))
         quotas(len(ctx.stream.ids), self.total_size, self.buffer_size)
 
 # %% ../../nbs/cl/03_buffer.ipynb #6fa6fa0d
-def _packed(batch:dict)->dict:
+def _contiguous(batch:dict)->dict:
     "Tensors laid out as they will be after a file: sums over another layout round differently."
     return {k: v.contiguous() if torch.is_tensor(v) else v for k,v in batch.items()}
 
@@ -119,15 +119,17 @@ def choose(self:TaskBuffer, frames:TaskFrames, n:int, rng)->np.ndarray:
     return select(self.selection, frames, n, rng)
 
 @patch
-def fit(self:TaskBuffer, task_id:str, data):
-    "Set `total_size` to the frames that the bytes hold."
-    self.frame_bytes = max(self.frame_bytes, self.row_bytes or bytes_of(data.fetch(task_id, [0])))
-    if self.tolerance is not None: return   # frames are not of one size: see `cut`
+def fit(self:TaskBuffer, task_id:str, data, n_tasks:int=1):
+    "Set `total_size` to the frames that the bytes hold; ValueError where they hold none of some task."
+    first = data.fetch(task_id, [0])
+    self.frame_bytes = max(self.frame_bytes, self.row_bytes or bytes_of(first))
+    if self.tolerance is not None: return self.check_share(task_id, first, n_tasks)
     one = self.frame_bytes+self.more_bytes
     self.total_size = self.total_bytes//one
     if not self.total_size:
         raise ValueError(f"a memory of {self.total_bytes} bytes holds no frame: one of task {task_id!r} takes {one}")
 
+# %% ../../nbs/cl/03_buffer.ipynb #521152be
 @patch
 def add_task(self:TaskBuffer,
     task_id:str,
@@ -136,34 +138,40 @@ def add_task(self:TaskBuffer,
 ):
     "Remember frames of a finished task, and cut the others to the new quota."
     N = data.n_frames(task_id)
-    if self.total_bytes: self.fit(task_id, data)
     if not N: raise ValueError(f"task {task_id!r} has no frames to remember; was its data recorded?")
+    if self.total_bytes: self.fit(task_id, data)
     ids = list(dict.fromkeys([*self.frames, task_id]))
     quota = dict(zip(ids, quotas(len(ids), self.total_size, self.buffer_size)))
     n,rng = quota[task_id],np_rng(self.seed, "replay", "keep", task_id)
-    self.frames[task_id] = self.choose(TaskFrames(task_id, data, ctx), N if n is None else min(n, N), rng)
-    if self.store != "refs": self.values[task_id] = self.stored(task_id, data, len(ids))
-    self.cut(quota)
+    frames,values = self.choose(TaskFrames(task_id, data, ctx), N if n is None else min(n, N), rng),dict(self.values)
+    if self.store != "refs": values[task_id] = self.stored(task_id, frames, data, len(ids))
+    quota = self.shared(quota, values)
+    self.frames = {k: v[:quota[k]] for k,v in (self.frames | {task_id: frames}).items()}
+    self.values = {k: take(v, range(len(self.frames[k]))) for k,v in values.items()}
 
 # %% ../../nbs/cl/03_buffer.ipynb #701edd61
 @patch
-def stored(self:TaskBuffer, task_id:str, data, n_tasks:int)->dict:
-    "The samples of a task's frames, as the memory keeps them."
-    frames = self.frames[task_id]
-    if self.tolerance is None: return _packed(data.fetch(task_id, frames))
-    blocks = (_packed(data.fetch(task_id, frames[i:i+256])) for i in range(0, len(frames), 256))
+def stored(self:TaskBuffer, task_id:str, frames:np.ndarray, data, n_tasks:int)->dict:
+    "The samples of some frames, as the memory keeps them; with deltas as many of the first as fit, or a few more."
+    if self.tolerance is None: return _contiguous(data.fetch(task_id, frames))
+    blocks = (_contiguous(data.fetch(task_id, frames[i:i+256])) for i in range(0, len(frames), 256))
     return cat(*with_deltas(blocks, self.tolerance, self.total_bytes and self.total_bytes//n_tasks))
 
 @patch
-def cut(self:TaskBuffer, quota:dict):
-    "Keep the first frames of each task: as many as its quota, and as fit into its share of the bytes."
-    if self.total_bytes and self.tolerance is not None:
-        fits = {k: int((sizes(v).cumsum() <= self.total_bytes//len(quota)).sum()) for k,v in self.values.items()}
-        if empty := [k for k,n in fits.items() if not n]:
-            raise ValueError(f"a share of {self.total_bytes//len(quota)} bytes holds no frame of task {empty[0]!r}; raise total_size")
-        quota = {k: fits[k] if n is None else min(n, fits[k]) for k,n in quota.items()}
-    self.frames = {k: v[:quota[k]] for k,v in self.frames.items()}
-    self.values = {k: take(v, range(len(self.frames[k]))) for k,v in self.values.items()}
+def check_share(self:TaskBuffer, task_id:str, first:dict, n_tasks:int):
+    "ValueError where one frame takes more than a task's share of the bytes."
+    share,one = self.total_bytes//n_tasks,int(sizes(*with_deltas([_contiguous(first)], self.tolerance, None))[0])
+    if one > share: raise ValueError(f"a share of {share} bytes, one of {n_tasks}, holds no frame of task {task_id!r}, whose first one takes {one}; raise total_size")
+
+@patch
+def shared(self:TaskBuffer, quota:dict, values:dict)->dict:
+    "The quota of each task, with deltas at most the frames that fit into its share of the bytes; ValueError where none does."
+    if not self.total_bytes or self.tolerance is None: return quota
+    share = self.total_bytes//len(quota)
+    fits = {k: int((sizes(v).cumsum() <= share).sum()) for k,v in values.items()}
+    if empty := [k for k,n in fits.items() if not n]:
+        raise ValueError(f"a share of {share} bytes holds no frame of task {empty[0]!r}; raise total_size")
+    return {k: fits[k] if n is None else min(n, fits[k]) for k,n in quota.items()}
 
 # %% ../../nbs/cl/03_buffer.ipynb #2f4f3d42
 def draw_positions(
@@ -237,15 +245,15 @@ SIZES = "frame_bytes","more_bytes","row_bytes"
 @patch
 def state_dict(self:TaskBuffer)->dict:
     "Everything that the next draw depends on."
-    return dict(frames=dict(self.frames), values={k: as_arrays(v) for k,v in self.values.items()}, turn=self.turn, rng=rng_state(self.rng),
+    return dict(frames=dict(self.frames), values={k: as_arrays(v) for k,v in self.values.items()}, store=self.store, turn=self.turn, rng=rng_state(self.rng),
                 **{k: getattr(self, k) for k in SIZES})
 
 @patch
 def load_state_dict(self:TaskBuffer, state:dict):
     "Continue where `state_dict` was taken."
-    if bool(state["values"]) != (self.store != "refs" and bool(state["frames"])):
-        raise ValueError(f"this memory has store={self.store!r}, the saved one was of the other kind; use the "
-            f"run's own setting")
+    was = state.get("store", self.store if not state["frames"] else "values" if state["values"] else "refs")   # older states do not say it
+    if was != self.store:
+        raise ValueError(f"this memory has store={self.store!r}, the saved one was of the other kind ({was!r}); use the run's own setting")
     self.frames = {k: np.asarray(v, dtype=np.int64) for k,v in state["frames"].items()}
     self.values,self.turn = {k: from_arrays(v) for k,v in state["values"].items()},int(state["turn"])
     for k in SIZES: setattr(self, k, int(state.get(k, 0)))   # older states know no bytes
