@@ -49,6 +49,7 @@ class TaskData:
         action = self.store(task_id).action
         return action if self.n_actions is None else np.eye(self.n_actions)[action[:, 0].astype(np.int64)]
 
+# %% ../../nbs/data/03_loader.ipynb #48b45a5c
 def pixels(
     store # a frame store
 )->dict:  # image key -> height (= width)
