@@ -50,6 +50,7 @@ class Measured:
     def metrics(self)->pd.DataFrame: return metrics_table(self.records, *stream_of(self.home))   # percent, 95 % intervals
     def heatmap(self)->go.Figure: return heatmap(self.matrix)   # the success on each task after each stage
 
+# %% ../nbs/00_api.ipynb #9ba361e5
 class Result(Measured):
     "What a run has written, as far as it has come."
     def __init__(self, path):
@@ -70,6 +71,7 @@ class Result(Measured):
         if self.run.folder.cfg.learner == "agent": return draw(curves_of(self.path))
         return super().heatmap()
 
+# %% ../nbs/00_api.ipynb #0279459b
 def open_run(
     path # folder of a run
 )->Result:
@@ -197,6 +199,7 @@ def matrices(self:Comparison)->dict:
     "Heading -> the matrix of each group's first seed."
     return {f"Matrix: {name}, seed {rs[0].config['seed']}": heatmap(rs[0].matrix, name) for name,rs in self.groups.items()}
 
+# %% ../nbs/00_api.ipynb #bb0927b3
 @patch
 def forgotten(self:Comparison)->dict:
     "Heading -> what agents forget, and their curves; {} where there is no agent."
@@ -209,6 +212,7 @@ def budget_parts(self:Comparison)->dict:
     "Heading -> figure or table of the budget that is held equal; {} for none."
     return {"Budgets": self.budgets, "Success over the budget": self.over_budget()} if self.equal else {}
 
+# %% ../nbs/00_api.ipynb #9c9bf407
 @patch
 def parts(self:Comparison)->dict:
     "Heading -> figure or table, of everything."

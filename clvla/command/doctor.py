@@ -110,6 +110,7 @@ assert x.any() and x.std() > 1, 'the picture is empty'
 print(f"{1000*(time.perf_counter()-t):.1f}")
 """
 
+# %% ../../nbs/command/03_doctor.ipynb #9fad728e
 def try_drawing(
     gl:str,        # a key of `GL_LIBS`
     seconds:float=8.

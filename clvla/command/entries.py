@@ -78,6 +78,7 @@ class Sweep:
     parts:int = 0               # pieces that each evaluation is divided into; 0: none
     search:dict = field(default_factory=dict) # settings to be searched (page command/search)
 
+# %% ../../nbs/command/05_entries.ipynb #21eeb0c1
 def read_sweep(
     file # YAML or JSON
 )->Sweep:

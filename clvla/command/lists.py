@@ -70,6 +70,7 @@ def setting(p, meaning:str)->dict:
     row = dict(name=p.name, allowed="" if p.annotation is p.empty else allowed, meaning=meaning)
     return row if p.default is p.empty else row | dict(default=p.default)
 
+# %% ../../nbs/command/02_lists.ipynb #251f4e68
 def settings(
     cls,    # of an entry
     without # arguments that the run fills in

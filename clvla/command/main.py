@@ -68,6 +68,7 @@ HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
     **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), serve=("host", "port", "seed", "device", "cameras", "trust"), list=("runs", "json"),
     cache=("data_dir", "delete", "json"), doctor=("data_dir", "runs", "json"))
 
+# %% ../../nbs/command/04_main.ipynb #0e8ce33e
 class Parser(argparse.ArgumentParser):
     "Options of a command; its help also lists the parameters of the page."
     command = ""
@@ -213,6 +214,7 @@ def check_words(command:str, words:Words):
     if words.others and command in ("cache", "doctor"):
         raise ValueError(f"expected no further word, found {words.others[0]!r}; see clvla {command} --help")
 
+# %% ../../nbs/command/04_main.ipynb #9f1d9a8c
 def call(command:str, argv:list)->int:
     "Do what a command says; its exit status."
     if command not in COMMANDS: return at_place(installed()[command])(argv)

@@ -222,6 +222,7 @@ def read_table(
         if row[0] not in tasks: raise ValueError(f"{path}: a stage trained {row[0]!r}, and the tasks are {', '.join(tasks)}")
     return rows
 
+# %% ../../nbs/command/01_runs.ipynb #97c5f982
 def read_matrix(
     path # a CSV file
 )->SuccessMatrix:
@@ -234,6 +235,7 @@ def read_matrix(
         raise ValueError(f"{path}: cells are from 0 to 1, or to 100 in percent; found {known.min():g} to {known.max():g}")
     return from_rates(R/(100 if (known > 1).any() else 1), [row[0] for row in rows], tasks)
 
+# %% ../../nbs/command/01_runs.ipynb #0f9eb01b
 def matrix_facts(
     m:SuccessMatrix # without counts, so that nothing has an interval
 )->dict:

@@ -34,6 +34,7 @@ class Search:
     at_once:int = 1   # trials that are proposed together, before any of them has a score
     first_trial:int = trial_number("selection", 0) # number of the first initial state
 
+# %% ../../nbs/command/09_search.ipynb #ab57e89e
 def search_from(
     said:dict # of a file
 )->Search:
@@ -52,6 +53,7 @@ def search_from(
     for k,v in search.ranges.items(): check_range(k, v)
     return search
 
+# %% ../../nbs/command/09_search.ipynb #7bd960c8
 def check_range(name:str, said):
     "ValueError for what is neither choices nor a range."
     number = lambda x: type(x) in (int, float)
@@ -109,6 +111,7 @@ def trial_entries(
     run = replace(run, number=number, name=f"trial{number//2:02d}")
     return [run, evaluation_of(run, folder, number+1, "selection", search.starts, search.first_trial)]
 
+# %% ../../nbs/command/09_search.ipynb #88ca560e
 def evaluation_of(
     run:Entry,
     folder:Path,  # of the sweep

@@ -64,6 +64,7 @@ def look_at(
         state = "written"
     return found|dict(state=state)
 
+# %% ../../nbs/command/08_stats.ipynb #134310ed
 def told(found:dict)->str:
     "The same for a terminal."
     says = dict(right="says what the frames say", differs="differs from the frames", missing="is not there; --repair writes it",

@@ -118,6 +118,7 @@ def by_of(
     differ = {k for a,b in pairs for k in a.keys()|b.keys() if a.get(k) != b.get(k)}
     return ["algo", *sorted(differ-{*REPEAT})]
 
+# %% ../../nbs/command/06_sweep.ipynb #50b9ab97
 def by_stream(
     runs # of `eval.compare.Run`
 )->dict: # name of the stream -> its runs
@@ -128,6 +129,7 @@ def by_stream(
     unique = [name if names.count(name) == 1 else f"{name} {k}" for k,name in enumerate(names)]
     return dict(zip(unique, streams.values()))
 
+# %% ../../nbs/command/06_sweep.ipynb #f7817869
 def comparisons_of(
     queue:Queue,
     rows:list

@@ -30,6 +30,7 @@ def take(
     idx = torch.as_tensor(idx, dtype=torch.long)
     return {k: v[idx] if torch.is_tensor(v) else [v[i] for i in idx.tolist()] for k,v in batch.items()}
 
+# %% ../../nbs/core/04_batch.ipynb #9619e7da
 def cat(
     *batches:dict # batches with the same keys, one at least; empty ones (`{}`) beside it are passed over
 )->dict:          # one batch, in the given order
@@ -40,6 +41,7 @@ def cat(
     join = lambda vs: torch.cat(vs) if torch.is_tensor(vs[0]) else [x for v in vs for x in v]
     return {k: join([b[k] for b in batches]) for k in batches[0]}
 
+# %% ../../nbs/core/04_batch.ipynb #7dda1dca
 def to_device(
     batch:dict, # tensors, also in dicts and lists inside it; anything else stays
     device
@@ -85,6 +87,7 @@ def global_rng_state()->dict:
     return dict(python=random.getstate(), numpy=numpy_state | dict(state=numpy_state["state"] | dict(key=key)),
                 torch=torch.get_rng_state(), cuda=cuda)
 
+# %% ../../nbs/core/04_batch.ipynb #f388a86f
 def seed_global_rng(seed:int, *purpose):
     "First states of the global generators, for one purpose."
     rng = np_rng(seed, *purpose)
@@ -105,6 +108,7 @@ def set_global_rng_state(
     np.random.set_state(numpy_state | dict(state=numpy_state["state"] | dict(key=key)))
     for i,g in enumerate(state["cuda"][:torch.cuda.device_count()]): torch.cuda.set_rng_state(g, i)
 
+# %% ../../nbs/core/04_batch.ipynb #a1a30bc3
 @contextmanager
 def same_global_rng():
     "Restore the state of the global generators when the `with` block ends."

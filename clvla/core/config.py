@@ -59,6 +59,7 @@ def long_form(
     if not all(isinstance(x, dict) for x in both): return config
     return config | dict(algo_kw={}, cl_kw=joined(*both))
 
+# %% ../../nbs/core/03_config.ipynb #defef828
 def joined(
     a:dict, # settings
     b:dict  # further ones
@@ -71,6 +72,7 @@ def joined(
         both[k] = v
     return both
 
+# %% ../../nbs/core/03_config.ipynb #ffb596f7
 def short_form(
     config:dict # settings of a run of any learner
 )->dict:

@@ -135,6 +135,7 @@ def reserve(
             os.unlink(path)
             raise os_error(f"could not reserve {n/1e9:.3g} GB for {path}: {system_message(e)}; {free/1e9:.3g} GB are free there", e) from e
 
+# %% ../../nbs/core/02_files.ipynb #7b894817
 def bus_error()->str:
     "What may have ended a process by SIGBUS, and how much space there is."
     data = Path(os.environ.get("CLVLA_DATA") or "~/.cache/clvla")
@@ -143,6 +144,7 @@ def bus_error()->str:
     return (f"a file in its memory was cut off or found no space: make some where a disk or /dev/shm is full (free: {free}); or native "
             "code crashed while drawing: set MUJOCO_GL to osmesa, or to egl")
 
+# %% ../../nbs/core/02_files.ipynb #9d62be25
 def expanded(
     path,            # may begin with ~
     name="this path" # the setting that it comes from, for the message

@@ -31,6 +31,7 @@ def hold_lock(
         finally:
             if is_ours: fcntl.flock(f, fcntl.LOCK_UN)
 
+# %% ../../nbs/core/11_lock.ipynb #bf9eaabe
 def _try_lock(f, seconds:float=1.)->bool:
     "Lock an open file; False when another process holds it that long."
     deadline = time.monotonic()+seconds

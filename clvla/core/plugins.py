@@ -82,6 +82,7 @@ def _offered()->list:
     "Modules that installed packages offer as entry points."
     return [point.module for point in importlib.metadata.entry_points(group="clvla")]
 
+# %% ../../nbs/core/07_plugins.ipynb #acde3b40
 def load_plugins(
     names=() # modules' names and paths of .py files
 ):

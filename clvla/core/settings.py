@@ -46,6 +46,7 @@ class Number(Setting):
         bounds = f"at least {self.low:g}" if self.high == float("inf") else f"in [{self.low:g},{self.high:g}]"
         return f"a number {self.rule or bounds}"
 
+# %% ../../nbs/core/15_settings.ipynb #72f69738
 class Count(Setting):
     "A whole number of at least `least`."
     def __init__(self, least:int=1, none:bool=False):

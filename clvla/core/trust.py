@@ -21,6 +21,7 @@ def state_folder()->Path|None:
     except RuntimeError: return None
     return home/".local/state/clvla" if home.is_absolute() else None
 
+# %% ../../nbs/core/14_trust.ipynb #830f5ce1
 def user_key(
     make=False # draw one where there is none
 )->bytes|None: # None: there is none, or nowhere to keep it
@@ -96,6 +97,7 @@ def _note(folder)->tuple:   # why it does not count ("" where it does), the sign
         return "another user or machine began it",[]
     return ("" if note["folder"] == home else f"it was begun at {note['folder']}"),note["code"]
 
+# %% ../../nbs/core/14_trust.ipynb #bb242909
 def foreign(
     folder # of a run
 )->str:    # "" when this user began it, here, on this machine

@@ -89,6 +89,7 @@ def check_lerobot(
     return dict(path=str(path), fps=index.info["fps"], episodes=len(lengths), frames=sum(lengths), shortest=min(lengths),
                 longest=max(lengths), tasks=tasks, cameras=seen, stats=stats, warnings=warnings)
 
+# %% ../../nbs/data/12_check.ipynb #976085e4
 def report_text(
     d:dict # of `check_lerobot`
 )->str:    # lines

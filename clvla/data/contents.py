@@ -93,6 +93,7 @@ def _settled(now:tuple)->bool:
     coarse = now[-2] % 10**9 == 0
     return time.time_ns()-max(now[-2:]) > (2*10**9 if coarse else 10**8)
 
+# %% ../../nbs/data/10_contents.ipynb #ad5545ce
 def file_hashes(
     path,      # folder of a LeRobotDataset v3
     notes=None # JSON file that keeps hashes between processes; None = only this process keeps them
@@ -111,6 +112,7 @@ def file_hashes(
     if new and notes is not None: write_json(notes, _read_notes(notes) | new)
     return out
 
+# %% ../../nbs/data/10_contents.ipynb #b10bd606
 def _read_notes(notes)->dict:
     "What `file_hashes` noted; nothing when the file is not there or was damaged: then files are hashed again."
     if notes is None or not Path(notes).is_file(): return {}

@@ -96,6 +96,7 @@ def _new_array(path:Path, dtype, shape:tuple)->np.ndarray:
     reserve(path, header+math.prod(shape)*dtype.itemsize)
     return open_memmap(path, "r+")
 
+# %% ../../nbs/data/01_frames.ipynb #c22eb8f0
 def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
     "Write `v` at frame `at` of the key's array; the first call makes the file."
     if key not in arrays and at: raise ValueError(f"{path}: {key!r} is not in the first episode, but in a later one")
@@ -108,6 +109,7 @@ def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
             f"another")
     arrays[key][at:at+len(v)] = v
 
+# %% ../../nbs/data/01_frames.ipynb #cdfa411f
 def _seal(path:Path, arrays:dict, prompts:list, source:dict, n_actions=None)->"FrameStore":
     "Sync the arrays, then write meta.json: from here on the store is whole."
     files = {}

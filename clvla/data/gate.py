@@ -90,6 +90,7 @@ class Film:
     @property
     def is_deep(self)->bool: return re.fullmatch(r"gray(9|1\d)..", self.pixels) is not None   # more than 8 bits of grey: depth
 
+# %% ../../nbs/data/11_gate.ipynb #5da94ec7
 def read_film(file)->Film:
     "The header of a video; ValueError for one that is none, or that was cut off."
     require("av", "lerobot")

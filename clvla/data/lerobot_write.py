@@ -236,6 +236,7 @@ def lerobot_ready():
             datasets.config.HF_DATASETS_CACHE = old
             if bars: datasets.enable_progress_bars()
 
+# %% ../../nbs/data/06_lerobot_write.ipynb #9598c53e
 def _write_video(path:Path, episodes, fps:int):
     "Write the data set with LeRobot's class, pictures as H.264 4:4:4."
     with lerobot_ready() as LeRobotDataset:

@@ -49,6 +49,7 @@ class TaskData:
         action = self.store(task_id).action
         return action if self.n_actions is None else np.eye(self.n_actions)[action[:, 0].astype(np.int64)]
 
+# %% ../../nbs/data/03_loader.ipynb #48b45a5c
 def pixels(
     store # a frame store
 )->dict:  # image key -> height (= width)
@@ -140,16 +141,19 @@ class TaskLoader:
         if self._thread is not None: self._thread.shutdown(cancel_futures=True)
         self._thread = None
 
-    def permutation(self, epoch:int)->np.ndarray:
-        "The order of one epoch (eq. 1): a pure function of seed, purpose, tasks and epoch."
-        if self._order[0] != epoch:
-            self._order = epoch,np_rng(self.seed, self.purpose, *self.task_ids, epoch).permutation(len(self))
-        return self._order[1]
+# %% ../../nbs/data/03_loader.ipynb #5e87e118
+@patch
+def permutation(self:TaskLoader, epoch:int)->np.ndarray:
+    "The order of one epoch (eq. 1): a pure function of seed, purpose, tasks and epoch."
+    if self._order[0] != epoch:
+        self._order = epoch,np_rng(self.seed, self.purpose, *self.task_ids, epoch).permutation(len(self))
+    return self._order[1]
 
-    def _name(self, flat)->list:
-        "References of frames that are counted through all tasks."
-        k = np.searchsorted(self.starts, flat, "right")-1
-        return [(self.task_ids[a], int(f-self.starts[a])) for a,f in zip(k, flat)]
+@patch
+def _name(self:TaskLoader, flat)->list:
+    "References of frames that are counted through all tasks."
+    k = np.searchsorted(self.starts, flat, "right")-1
+    return [(self.task_ids[a], int(f-self.starts[a])) for a,f in zip(k, flat)]
 
 # %% ../../nbs/data/03_loader.ipynb #67478ab9
 @patch

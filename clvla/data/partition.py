@@ -34,6 +34,7 @@ def regular(
     kind = next((text for fits,text in KINDS.items() if fits(mode)), "no file")
     raise ValueError(f"{file} is {kind}, expected a file; fetch the data set again")
 
+# %% ../../nbs/data/04_partition.ipynb #8b8b113e
 def lerobot_info(
     path # folder of a LeRobotDataset v3
 )->dict: # meta/info.json
@@ -76,6 +77,7 @@ def lerobot_tasks(
         raise ValueError(f"{table}: instruction {empty[0]} is empty, and a policy would be told nothing; write it there")
     return dict(sorted(rows))
 
+# %% ../../nbs/data/04_partition.ipynb #7c206755
 def used_tasks(
     path # folder of a LeRobotDataset v3
 )->dict: # task_index -> instruction

@@ -81,6 +81,7 @@ def _fits(field:str, v)->bool:
 
 def _names(d): return sorted(map(str, d)) if isinstance(d, dict) else type(d).__name__
 
+# %% ../../nbs/data/02_stats.ipynb #28f59f5e
 def check_stats(
     stats:dict,           # what `compute_stats` gave
     state_dim:int=None,   # S that is needed; None = any
@@ -129,6 +130,7 @@ def read_stats(
     try: return check_stats(read_json(path), state_dim, action_dim)
     except ValueError as e: raise ValueError(f"{path}: {e}") from e
 
+# %% ../../nbs/data/02_stats.ipynb #2d9291b1
 def recompute_stats(
     path,  # file of statistics
     stores # the frame stores they should describe

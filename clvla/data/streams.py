@@ -53,14 +53,7 @@ class Stream:
     def __post_init__(self):
         object.__setattr__(self, "tasks", tuple(self.tasks))
         ids = [task.id for task in self.tasks]
-        out = lambda x: isinstance(x, str) and (x.startswith("/") or ".." in x.replace("\\", "/").split("/"))
-        if wrong := [x for x in (self.name, *ids) if out(x)]:
-            raise ValueError(f"stream {self.name!r}: {wrong[0]!r} leads out of the folders that it names; choose a name without '..'")
-        if not ids: raise ValueError(f"stream {self.name!r} has no tasks; a stream needs at least one")
-        if twice := sorted({i for i in ids if ids.count(i) > 1}):
-            raise ValueError(f"stream {self.name!r} has task ids twice: {twice}")
-        if type(self.cycles) is not int or self.cycles < 1:
-            raise ValueError(f"cycles must be a whole number of at least 1, found {self.cycles!r}")
+        _check_stream(self.name, ids, self.cycles)
         object.__setattr__(self, "order", _order(range(len(ids)) if self.order is None else self.order, ids))
 
     @property
@@ -79,6 +72,22 @@ class Stream:
         for task in self.tasks:
             if task.id == task_id: return task
         raise ValueError(f"stream {self.name!r} has no task {task_id!r}{closest(task_id, self.ids)}")
+
+# %% ../../nbs/data/00_streams.ipynb #884bde29
+def _check_stream(
+    name:str,  # of the stream
+    ids:list,  # of its tasks
+    cycles:int # how often the order is gone through
+):
+    "ValueError for names that lead out of a folder, no tasks, ids that are there twice, or no cycle."
+    out = lambda x: isinstance(x, str) and (x.startswith("/") or ".." in x.replace("\\", "/").split("/"))
+    if wrong := [x for x in (name, *ids) if out(x)]:
+        raise ValueError(f"stream {name!r}: {wrong[0]!r} leads out of the folders that it names; choose a name without '..'")
+    if not ids: raise ValueError(f"stream {name!r} has no tasks; a stream needs at least one")
+    if twice := sorted({i for i in ids if ids.count(i) > 1}):
+        raise ValueError(f"stream {name!r} has task ids twice: {twice}")
+    if type(cycles) is not int or cycles < 1:
+        raise ValueError(f"cycles must be a whole number of at least 1, found {cycles!r}")
 
 # %% ../../nbs/data/00_streams.ipynb #c0b4141a
 def _order(

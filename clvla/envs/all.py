@@ -129,6 +129,7 @@ def _settings(stream:Stream, d:dict)->list:
     return [replace(task, budget=budget.get(task.id, task.budget), trained=task.trained and task.id not in probes)
             for task in tasks]
 
+# %% ../../nbs/envs/06_all.ipynb #17c7d0e5
 def _inline(d:dict, partition:str, options:dict)->Stream:
     "A stream described by a dict."
     known = INLINE | dict.fromkeys(kinds, (dict, bool))

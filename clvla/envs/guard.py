@@ -137,6 +137,7 @@ ANSWERS = dict(_begin=(as_it_is, SEEDED), _act=(outcome_of, "reward, success, te
 WHOLE = dict(reset=(observation_of, "the observation"), step=(outcome_of, "reward, success, terminated, truncated"),
              step_chunk=(chunk_of, "obs, rewards, success, terminated, truncated, n_steps"))
 
+# %% ../../nbs/envs/09_guard.ipynb #cfcd02cc
 def guard(
     env # an environment
 ):      # the same object
@@ -148,6 +149,7 @@ def guard(
         if call is not None and not inherited: setattr(env, name, _guarded(env, name, call, check, expected))
     return env
 
+# %% ../../nbs/envs/09_guard.ipynb #481cabfc
 def made(
     kind,      # a `Kind`
     spec:dict, # of an environment

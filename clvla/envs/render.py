@@ -53,6 +53,7 @@ def own_gpu(
     if not names: return index,
     return (int(names[index]),) if index < len(names) and all(n.isdigit() for n in names) else ()   # a UUID: EGL knows none
 
+# %% ../../nbs/envs/04_render.ipynb #9940d77b
 @functools.cache
 def _open_context(gl:str)->str:
     "Open MuJoCo's GL context in another process; the last line of its error, or an empty text when it works."

@@ -94,6 +94,7 @@ def about(env)->dict:
     return dict(task_id=env.task_id, prompt=env.prompt, state_dim=int(env.state_dim), action_dim=int(env.action_dim),
                 author=class_of(env), discrete=env.n_actions is not None, cameras=[[c, h] for c,h in env.sizes.items()])
 
+# %% ../../nbs/envs/07_worker.ipynb #fd0d6b16
 class Envs(dict):
     "The environments of one worker by slot; `drawing` adds up the seconds that observations took."
     def __init__(self, cfg):
@@ -162,6 +163,7 @@ def memory_layout(
     arrays |= {"watched."+k: ((n,H,*shape), dtype) for k,(shape,dtype) in obs.items()}
     return lay_out(arrays)
 
+# %% ../../nbs/envs/07_worker.ipynb #3392e2ad
 def lay_out(
     arrays:dict # name -> shape, dtype
 )->dict:
@@ -172,6 +174,7 @@ def lay_out(
         offset += -(-int(np.prod(shape))*np.dtype(dtype).itemsize//64)*64
     return dict(layout, size=offset)
 
+# %% ../../nbs/envs/07_worker.ipynb #798f25a9
 def memory_arrays(
     fd:int,     # an open memory file
     layout:dict # from `lay_out`

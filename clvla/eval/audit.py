@@ -86,6 +86,7 @@ class Verdict:
     p_holm:float = float("nan")
     says:str = ""     # shown, alike, too small to tell
 
+# %% ../../nbs/eval/12_audit.ipynb #951e2cab
 def together(a:Results, b:Results)->tuple: # counts of both
     "The counts of the tasks that both have, or of all where one says only how all went; ValueError where they share none."
     if ["all"] in ([*a.counts.index], [*b.counts.index]): return a.counts.sum(),b.counts.sum()
@@ -94,6 +95,7 @@ def together(a:Results, b:Results)->tuple: # counts of both
     names = [", ".join(map(str, r.counts.index[:4])) for r in (a, b)]
     raise ValueError(f"{a.name} and {b.name} share no task: {names[0]} and {names[1]}")
 
+# %% ../../nbs/eval/12_audit.ipynb #2cf7ed9d
 def against(a:Results, b:Results)->Verdict:
     "Compare two results by the test that they allow."
     keys = ["task", "trial", "seed"]
@@ -157,6 +159,7 @@ def sentence(v:Verdict)->str:
     more = f"about {v.needed:,.0f} episodes each would show the difference that was measured" if v.needed < 1e7 else "no number of episodes shows a difference of 0"
     return f"{line} So many episodes show differences from {percent(v.smallest)} points on (power 80 %); {more}."
 
+# %% ../../nbs/eval/12_audit.ipynb #0ca72182
 def table(results:list)->pd.DataFrame:
     "Success in percent, with Wilson's 95 % interval, over all tasks."
     row = lambda r: dict(name=r.name, success=100*r.rate, low=100*r.interval[0], high=100*r.interval[1], k=r.k, n=r.n, tasks=len(r.counts))
@@ -170,6 +173,7 @@ def by_task(results:list)->pd.DataFrame:
     cell = lambda k, n: f"{100*k/n:.0f} [{100*float(wilson(k, n)[0]):.0f}, {100*float(wilson(k, n)[1]):.0f}]"
     return pd.DataFrame({r.name: {t: cell(k, n) for t,(k,n) in r.counts.iterrows()} for r in results}).fillna("not measured")
 
+# %% ../../nbs/eval/12_audit.ipynb #1ebc75d0
 ABOUT = ("All of this is about the policies that were tried. How other trainings by the same methods would compare, episodes "
          "of one training each cannot say; seeds can (clvla compare).")
 

@@ -49,6 +49,7 @@ def agreement(
     share = spent/baseline
     return f"left out: {share:.1f} times as much" if share >= 2 else f"left out: {100*abs(share-1):.0f} % {'more' if share > 1 else 'less'}"
 
+# %% ../../nbs/eval/19_budgets.ipynb #f4c31945
 def budget_table(
     groups:dict,       # label -> runs
     baseline:str,      # a label
@@ -66,6 +67,7 @@ def budget_table(
         rows.append(dict(group=name, seed=seed, run=str(r.path), spent=spent, baseline=base.get(seed), says=says))
     return pd.DataFrame(rows, columns=BUDGETS)
 
+# %% ../../nbs/eval/19_budgets.ipynb #7708a6ca
 def agreeing(
     groups:dict,       # label -> runs
     baseline:str,      # a label, whose runs are kept

@@ -209,6 +209,7 @@ def summary(
                              t_high=t.high, missing=r.missing, each=[round(v, 4) for v in each]))
     return pd.DataFrame(rows)
 
+# %% ../../nbs/eval/08_compare.ipynb #9e5bddad
 def _in_points(metric:str, x)->float:
     "A metric as tables show it: shares in points, those in `plain` as they are."
     return x if metric in plain else 100*x
@@ -219,6 +220,7 @@ def _interval_text(r)->str:
     value,low,high = (f"{_in_points(r.metric, x):.1f}" for x in (r.value, r.low, r.high))
     return value if np.isnan(r.low) else f"{value} [{low}, {high}]"
 
+# %% ../../nbs/eval/08_compare.ipynb #8ad68a9b
 def wide(table:pd.DataFrame)->pd.DataFrame:
     "One row per group, one column per metric, as `value [low, high]` in points."
     flat = table.assign(text=[_interval_text(r) for r in table.itertuples()])

@@ -26,6 +26,7 @@ def address_of(
     if port.isdigit() and 0 < int(port) < 65536 and re.fullmatch(r"[\w.-]*|\[[0-9a-fA-F:]+\]", host): return f"ws://{host or '127.0.0.1'}:{port}"
     raise ValueError(f"policy_server is {said!r}, expected HOST:PORT, as in 127.0.0.1:8000, or the PORT of a server on this machine")
 
+# %% ../../nbs/eval/16_elsewhere.ipynb #fc4d6c67
 class Connections:
     "Connections to one policy server, by name."
     def __init__(self, address:str, timeout:float=60.): # of a message's answer, seconds
@@ -70,6 +71,7 @@ async def _send(self, connection, kind:str, payload:dict):
     connection[1] += 1
     await connection[0].send_bytes(pack(kind, payload, connection[1]))
 
+# %% ../../nbs/eval/16_elsewhere.ipynb #7fa84eb1
 async def _heard(self, connection)->dict:
     "The answer to the last message."
     import aiohttp
@@ -127,6 +129,7 @@ def observation_of(
     images = {k.removeprefix(IMAGES): np.array(v) for k,v in obs.items() if k.startswith(IMAGES)}
     return dict(images=images, task_description=task.prompt, states=np.array(obs[STATE]), state=np.array(obs[STATE]))
 
+# %% ../../nbs/eval/16_elsewhere.ipynb #52952c90
 class RemotePlayer(Player):
     "A `Player` whose policy another process serves."
     def __init__(self, tasks,

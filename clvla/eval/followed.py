@@ -55,6 +55,7 @@ def by_counts(
     counts = *a,*b
     return Planned(method, int(a[1]), a[0]/a[1]-b[0]/b[1], *newcombe(*counts, 1-plan["alpha"]), fisher(*counts))
 
+# %% ../../nbs/eval/14_followed.ipynb #018bd9ca
 def by_pairs(
     plan:dict, method:str,
     a:dict, b:dict # (seed, task, trial) -> success
@@ -65,6 +66,7 @@ def by_pairs(
     won,lost = sum(a[k] and not b[k] for k in keys),sum(b[k] and not a[k] for k in keys)
     return Planned(method, len(keys), (won-lost)/len(keys), *paired_interval(won, lost, len(keys), 1-plan["alpha"]), mcnemar(won, lost))
 
+# %% ../../nbs/eval/14_followed.ipynb #d4121488
 def by_seeds(
     plan:dict, method:str,
     a:dict, b:dict # seed -> `Run`
@@ -108,6 +110,7 @@ def of_runs(
         if name in found and r.config["seed"] in plan["seeds"]: found[name].setdefault(r.config["seed"], r)
     return found
 
+# %% ../../nbs/eval/14_followed.ipynb #7aa4f064
 def run_deviations(
     plan:dict,
     run:Run

@@ -151,6 +151,7 @@ def differences(
     for r,p in zip(rows, holm([r["p"] for r in rows])): r |= dict(p_holm=p, says="shown" if p <= .05 else "not shown")
     return pd.DataFrame(rows)
 
+# %% ../../nbs/eval/17_matrices.ipynb #b0692b9f
 def audit_matrices(texts:list, n_boot:int=2000, seed:int=0)->tuple: # JSON's facts, text
     "Read matrices, give their intervals and differences; ValueError for one name twice."
     read = [read_matrix(t) for t in texts]

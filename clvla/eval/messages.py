@@ -34,6 +34,7 @@ def array_of(d:dict)->np.ndarray:
     if dtype == "|b1" and data.strip(b"\0\1"): raise ValueError("an array of dtype |b1 holds other bytes than 0 and 1")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
+# %% ../../nbs/eval/15_messages.ipynb #4fddc262
 def picture_of(d:dict)->np.ndarray: # (h,w,C) uint8
     "The picture that a dict of vla-eval means; ValueError for one of another format or size than it says."
     if d.get("format") == "raw": return array_of(d)

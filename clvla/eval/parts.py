@@ -81,6 +81,7 @@ class Merged:
 
 def _bare(r): return {k: v for k,v in r.items() if k not in ("seconds", "restarts") and not k.startswith("time/")}
 
+# %% ../../nbs/eval/06_parts.ipynb #e32c5dd1
 def merge(
     folders # each with plan.json and episodes.jsonl
 )->Merged:

@@ -219,6 +219,7 @@ def _act(self:_Evaluation, rows):
         self.waiting.remove(row)
         self._go_on(row, chunks[place])
 
+# %% ../../nbs/eval/04_player.ipynb #f25e77a8
 @patch
 def _chunks(self:_Evaluation, call:dict)->np.ndarray:   # (places,H,A), those of empty places mean nothing
     "Call the policy for the rows of some places, all of one key."
@@ -235,6 +236,7 @@ def _chunks(self:_Evaluation, call:dict)->np.ndarray:   # (places,H,A), those of
     for row in call.values(): row.seconds[3] += seconds/len(call)
     return chunks
 
+# %% ../../nbs/eval/04_player.ipynb #acd785b1
 @patch
 def _go_on(self:_Evaluation, row, chunk):
     "Give a row's chunk to its simulator."

@@ -156,6 +156,7 @@ def replay_bars(
                      for j in tasks])
     return small(fig, title, barmode="stack", yaxis_title="samples", xaxis_title="stage")
 
+# %% ../../nbs/eval/07_plots.ipynb #10aae601
 def time_split(
     seconds:dict, # what -> seconds
     title:str="Where the time went"
@@ -166,6 +167,7 @@ def time_split(
                            text=[f"{s:.1f} s, {100*s/total:.0f} %" for s in seconds.values()]))
     return small(fig, title, height=120+40*len(seconds), xaxis_title="seconds").update_yaxes(autorange="reversed")
 
+# %% ../../nbs/eval/07_plots.ipynb #53dfec96
 def loss_curves(
     rows,           # dicts with `step`, the keys `y` and `by`
     by:str="task",  # one line per value of this key

@@ -223,6 +223,7 @@ def of_run(name:str, path:Path)->Results:
     found.plan,found.changed = config.get("plan", ""),", ".join(changed)
     return found
 
+# %% ../../nbs/eval/11_results.ipynb #41dee82c
 def of_json(name:str, path:Path, d)->Results:
     "Results of a JSON file of one of the known forms; ValueError for another."
     known = dict(LeRobot=of_lerobot, **{"vla-eval": of_vla_eval})
@@ -233,6 +234,7 @@ def of_json(name:str, path:Path, d)->Results:
         if found is not None: return found
     raise ValueError(f"{name}: {path} is JSON of no known form; known are LeRobot's eval_info.json and vla-eval's aggregate")
 
+# %% ../../nbs/eval/11_results.ipynb #1c7e5814
 def read_results(
     text:str # NAME=WHAT, or WHAT alone: a folder, a file, or two numbers
 )->Results:

@@ -46,6 +46,7 @@ class Row:
         self.steps,self.reward,self.actions = 0,0.,[]
         self.rng = episode_rng(seed, self.task.id, self.trial)
 
+# %% ../../nbs/eval/02_rows.ipynb #4d149a55
 def episode_rng(seed:int, task_id:str, trial:int)->torch.Generator:
     "The policy's noise in an episode: one draw for each call of the policy, whatever else is played."
     return torch_rng(seed, "eval", task_id, trial)

@@ -52,16 +52,18 @@ class Server:
             self.changed.notify()
         return future
 
-    def close(self):
-        "Let the batch under way end, and refuse the others."
-        with self.changed:
-            self.closed,left = True,[future for *_,future in self.waiting]
-            self.waiting.clear()
-            self.changed.notify()
-        for future in left:
-            if future.set_running_or_notify_cancel():   # False: its caller has cancelled it
-                future.set_exception(ServerClosed("the server was closed before this request was answered"))
-        self.thread.join()
+# %% ../../nbs/eval/10_server.ipynb #4e4d2e2d
+@patch
+def close(self:Server):
+    "Let the batch under way end, and refuse the others."
+    with self.changed:
+        self.closed,left = True,[future for *_,future in self.waiting]
+        self.waiting.clear()
+        self.changed.notify()
+    for future in left:
+        if future.set_running_or_notify_cancel():   # False: its caller has cancelled it
+            future.set_exception(ServerClosed("the server was closed before this request was answered"))
+    self.thread.join()
 
 # %% ../../nbs/eval/10_server.ipynb #a1000009
 @patch

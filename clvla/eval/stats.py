@@ -206,6 +206,7 @@ def final(records)->list:
     last = max(r["stage"] for r in records if r.get("step") is None)
     return [{**r, "stage": "end"} for r in records if r["stage"] == last and r.get("step") is None]
 
+# %% ../../nbs/eval/01_stats.ipynb #26023aba
 def paired(
     a,               # episode records of the first run
     b,               # of the second; `final(records)` compares only the ends

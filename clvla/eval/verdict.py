@@ -56,6 +56,7 @@ class ClaimVerdict:
         return (f"{words}: {self.difference:+.1f} points, {self.level:g} % interval [{self.low:.1f}, {self.high:.1f}] over {self.n} seeds, "
                 f"where {self.smallest:g} points are of interest and {self.could:.1f} could have been shown.")
 
+# %% ../../nbs/eval/21_verdict.ipynb #67a0ff0b
 def judge(
     claim:str,        # of `CLAIMS`
     difference:float, # method minus control, a share

@@ -56,19 +56,6 @@ class EMA:
         shadow,weights = self._pairs(model)
         torch._foreach_copy_(weights, shadow)
 
-    def restart(self, model:nn.Module):
-        "Begin a new average at the model's present weights."
-        self.s = 0
-        torch._foreach_copy_(*self._pairs(model))
-
-    def state_dict(self)->dict: return dict(decay=self.decay, s=self.s, shadow=dict(self.shadow))
-
-    def load_state_dict(self, state:dict):
-        "Continue a stored average; ValueError when it belongs to another model."
-        if list(state["shadow"]) != list(self.shadow): raise ValueError("the stored average has other parameters")
-        self.decay,self.s = state["decay"],state["s"]
-        for k,v in state["shadow"].items(): self.shadow[k].copy_(v)
-
 # %% ../../nbs/policies/05_ema.ipynb #23534d26
 @patch
 @contextmanager
@@ -79,3 +66,20 @@ def swap(self:EMA, model:nn.Module):
     try: yield model
     finally:
         with torch.no_grad(): torch._foreach_copy_(self._pairs(model)[1], kept)
+
+# %% ../../nbs/policies/05_ema.ipynb #58ee2ba6
+@patch
+def restart(self:EMA, model:nn.Module):
+    "Begin a new average at the model's present weights."
+    self.s = 0
+    torch._foreach_copy_(*self._pairs(model))
+
+@patch
+def state_dict(self:EMA)->dict: return dict(decay=self.decay, s=self.s, shadow=dict(self.shadow))
+
+@patch
+def load_state_dict(self:EMA, state:dict):
+    "Continue a stored average; ValueError when it belongs to another model."
+    if list(state["shadow"]) != list(self.shadow): raise ValueError("the stored average has other parameters")
+    self.decay,self.s = state["decay"],state["s"]
+    for k,v in state["shadow"].items(): self.shadow[k].copy_(v)

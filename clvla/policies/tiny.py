@@ -30,6 +30,7 @@ def words_of(
         inside = kind[0] in "LN" and not sign or inside and kind[0] == "M"
     return words
 
+# %% ../../nbs/policies/02_tiny.ipynb #7933f9ff
 @functools.lru_cache(maxsize=4096)
 def word_ids(
     text:str,     # an instruction

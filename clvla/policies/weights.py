@@ -109,6 +109,7 @@ def read_policy(
         d["base"]["path"] = str((Path(folder).resolve()/d["base"]["path"]).resolve())
     return d
 
+# %% ../../nbs/policies/03_weights.ipynb #ed4f9b79
 def _check_lora(lora:dict, where:str):
     "ValueError unless these are settings of adapters as save_policy writes them."
     entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict, dropout=(float, int), init=str), where, _AGAIN,
@@ -154,6 +155,7 @@ def check_stored(
                          f"{there['sha256'][:12]}, then at {there['path']}) than {policy.source['path']} holds now "
                          f"({policy.source['sha256'][:12]}); put the old files back, or start a new run")
 
+# %% ../../nbs/policies/03_weights.ipynb #2bb602c6
 def load_weights(
     policy:Policy, # of the same build
     path,          # safetensors file, or a folder that holds weights.safetensors
