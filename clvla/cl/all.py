@@ -68,6 +68,7 @@ def parts_of(
         algos[part]   # ValueError for an unknown one
     return parts
 
+# %% ../../nbs/cl/90_all.ipynb #5be625f5
 def split_settings(
     name:str,     # as in "er+ewc"
     settings:dict # flat, or under the names of the parts
@@ -84,6 +85,7 @@ def split_settings(
         split[part].update(own)
     return split
 
+# %% ../../nbs/cl/90_all.ipynb #c7c841dc
 def _owner(setting:str, parts)->str:
     "The one part that has a setting."
     owners = [part for part in parts if setting in algo_settings(part)]

@@ -84,6 +84,7 @@ def prepare(self:Compose, policy, t:int, stream):
     "Let each prepare the policy, in turn."
     for a in self.algos: a.prepare(policy, t, stream)
 
+# %% ../../nbs/cl/16_compose.ipynb #b96b0b37
 @patch
 def n_task_samples(self:Compose, B:int)->int:
     "What the replayed samples of all leave of `B`; ValueError when that is nothing."

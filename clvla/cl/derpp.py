@@ -100,6 +100,7 @@ def on_task_end(self:DERpp, ctx):
     self.stored[ctx.task_id] = drawn | dict(pred=outputs_of(ctx, self.buf, refs, drawn))
     self.stored = {k: take(v, range(len(self.buf.frames[k]))) for k,v in self.stored.items()}
 
+# %% ../../nbs/cl/12_derpp.ipynb #474fa1ab
 def stored_bytes(ctx)->int:
     "Bytes of noise, time and output for one frame of the present task."
     noise,time = ctx.policy.draw(1, torch_rng(0, "size"))
@@ -107,6 +108,7 @@ def stored_bytes(ctx)->int:
         out = ctx.forward(to_device(ctx.data.fetch(ctx.task_id, [0]), ctx.device), noise=noise, time=time)[1]
     return bytes_of({k: x for k,x in enumerate((noise, time, out["pred"].float())) if x is not None})
 
+# %% ../../nbs/cl/12_derpp.ipynb #7a832e96
 def outputs_of(
     ctx,
     buf:TaskBuffer,

@@ -47,6 +47,7 @@ def inputs_of(
     patches = unfold(x.double(), m.kernel_size, m.dilation, m.padding, m.stride)   # (B,d,places)
     return patches.transpose(1, 2).flatten(0, 1)
 
+# %% ../../nbs/cl/37_gpm.ipynb #72ac30dd
 @torch.no_grad()
 def second_moments(
     ctx,

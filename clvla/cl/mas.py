@@ -66,6 +66,7 @@ def unit_mean(
                            "depend on the trained parameters")
     return (omega/mean).clamp(max=o_max)
 
+# %% ../../nbs/cl/20_mas.ipynb #42ca2a0b
 class MAS(L2):
     "Memory aware synapses."
     asks = "outputs",

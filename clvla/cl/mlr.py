@@ -64,6 +64,7 @@ def angle(
     cos = (normalize(x.float(), dim=-1)*normalize(y.float(), dim=-1)).sum(-1)
     return cos.clamp(-1+1e-6, 1-1e-6).acos()   # at 1 its slope is infinite
 
+# %% ../../nbs/cl/41_mlr.ipynb #b8777f66
 @torch.no_grad()
 def task_means(
     ctx,
@@ -77,6 +78,7 @@ def task_means(
     named = dict(zip(("words", "view"), [made["words"], *views]))
     return {name: normalize(x.float().mean(1), dim=-1).mean(0).cpu() for name,x in named.items()}
 
+# %% ../../nbs/cl/41_mlr.ipynb #621e5ec8
 def similar(
     means:dict,  # task id -> `task_means`
     task_id:str,

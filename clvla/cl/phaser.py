@@ -32,6 +32,7 @@ def segments(
         piece[s:t],t = k-1,s
     return piece
 
+# %% ../../nbs/cl/39_phaser.ipynb #b0249377
 def phases(
     frames:TaskFrames,
     K:int          # in each episode

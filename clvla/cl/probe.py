@@ -100,6 +100,7 @@ def grads_together(ctx:CLContext, batch:dict, noise, time)->list:
         return list(grads_apart(ctx, batch, noise, time))
     return [gs[i] for i in range(len(gs))]
 
+# %% ../../nbs/cl/02_probe.ipynb #52bc1ec5
 def stacked_grads(
     ctx:CLContext,
     batch:dict, # samples with equal texts

@@ -81,6 +81,7 @@ class Progressive(CLAlgorithm):
     def state_dict(self): return {k: getattr(self, k) for k in ("visits", "t", "start", "heads", "used")}
     def load_state_dict(self, state): vars(self).update(state)
 
+# %% ../../nbs/cl/33_progressive.ipynb #df99025d
 def head_of(policy)->dict:
     "Copies of the trained parameters of the head by name."
     return {n: x for n,x in trained_set(policy).items() if n.startswith(policy.head_names)}

@@ -188,6 +188,7 @@ def quick_prepare(algo, loop:Loop):
     loop.engine.load_state_dict(now, moments)
     ctx.bind(loop.engine)
 
+# %% ../../nbs/cl/04_quick.ipynb #3da9a2a0
 def quick_task(
     algo,         # a CLAlgorithm, or None
     loop:Loop,

@@ -38,6 +38,7 @@ class Adapted(Beside):
 
     def forward(self, x): return self.base(x) + self.B(self.A(x))*self.scale
 
+# %% ../../nbs/cl/15_task_lora.ipynb #98c0780c
 def add_adapters(
     policy,      # changed in place
     rank:int,

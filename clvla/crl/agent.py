@@ -97,6 +97,7 @@ class Agent:
     def load_state_dict(self, state:dict): pass
     def load_acting(self, state:dict): self.load_state_dict(state)   # what it plays with, for an evaluation
 
+# %% ../../nbs/crl/02_agent.ipynb #e02858be
 class Random(Agent):
     "Chooses evenly and learns nothing, in boxes too: the floor of every table."
     boxes = True

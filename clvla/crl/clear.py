@@ -191,6 +191,7 @@ def learn_alone(self:CLEAR, new:dict)->dict:
         metrics = self.step(loss, metrics)
     return metrics
 
+# %% ../../nbs/crl/05_clear.ipynb #b235d0ca
 @patch
 def remembered(self:CLEAR)->tuple:   # two losses, metrics
     "V-trace's loss and that of cloning, on unrolls of the memory."

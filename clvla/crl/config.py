@@ -37,6 +37,7 @@ class AgentSettings:
 
 SUITE = dict(base="dot_3", env=dict(discrete=True), name="dots")   # three tasks that need no further package
 
+# %% ../../nbs/crl/08_config.ipynb #09e077e5
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig(AgentSettings, RunConfig):
     "Everything that decides what a run of an agent computes."

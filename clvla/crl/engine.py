@@ -191,6 +191,7 @@ class EngineExaminer(Examiner):
     def numbers(self, engine, view, n, draws):
         while True: yield view.draws(n, draws)
 
+# %% ../../nbs/crl/13_engine.ipynb #8af2062e
 class WorkerExaminer(Examiner):
     "Plays the evaluation episodes of every task in the same worker processes."
     def __init__(self, tasks, n_trials, image_size, seed=0, n_workers=2):

@@ -103,6 +103,7 @@ def play_point(
             emit(phase="evaluation", task=Path(path).name, done=n+1, total=len(ids), seconds=time.monotonic()-start)
     say(f"{Path(path).name}: {reached(out.episodes(), position['t'])}")
 
+# %% ../../nbs/crl/23_evaluate.ipynb #ce38fc0c
 def reached(records:list, t:int)->str:
     "The mean return of each task after a stage."
     of = {}

@@ -24,6 +24,7 @@ class Stage(NamedTuple):
     task_id:str
     steps:int   # environment steps
 
+# %% ../../nbs/crl/01_experiment.ipynb #59d0f119
 @dataclass(frozen=True)
 class Experiment:
     "Tasks, cycles, budgets and evaluations."
@@ -202,6 +203,7 @@ def spaces_of(
         env.close()
     return joint(sizes, image_size)
 
+# %% ../../nbs/crl/01_experiment.ipynb #21f58220
 def joint(
     sizes:dict,    # task id -> picture (C,h,w), state, n_actions (None: a box), action_dim
     image_size:int # what the run asks for

@@ -69,6 +69,7 @@ def reshape(self:Held, stage, n_steps:int, stream):
     prepare_stages(self.algo, self.agent.model, stage.t-1, stream)
     self.enter(stage, n_steps, stream)
 
+# %% ../../nbs/crl/22_held.ipynb #d6ba6893
 @patch
 def state_dict(self:Held)->dict:
     "What the method remembers, the unrolls, and how far the stage is."

@@ -142,6 +142,7 @@ def step(self:IMPALA, loss:Tensor, metrics:dict)->dict:   # metrics, as numbers
     self.publish()
     return metrics
 
+# %% ../../nbs/crl/04_impala.ipynb #30311d03
 @patch
 def publish(self:IMPALA):
     "Where the acting weights are older ones, take in the present ones and act with those of `lag` updates ago."

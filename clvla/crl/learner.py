@@ -39,6 +39,7 @@ def learn_tasks(
     "Learn the tasks of an experiment; continues a run that was stopped or killed. `Stopped` when a signal ends it."
     return run_learner(resolve_agent(cfg), say)
 
+# %% ../../nbs/crl/11_learner.ipynb #83328147
 def check_agent(
     cfg:AgentConfig # resolved
 )->tuple:           # the `Experiment`, its `Spaces`
@@ -58,6 +59,7 @@ def check_agent(
         cl.check(runner)
     return exp,spaces
 
+# %% ../../nbs/crl/11_learner.ipynb #a17587b3
 def check_actions(cfg:AgentConfig, agent, spaces:Spaces):
     "ValueError for continuous actions where the agent, or the method against forgetting, is made for discrete ones."
     if not spaces.box: return
@@ -164,6 +166,7 @@ def make_lanes(self:AgentLearner, stage:Stage):
     "The environments of a stage, at the beginning of their first episodes."
     return self.runner.lanes(self.exp.stages[stage.t], self.agent, self.mark(stage.name))
 
+# %% ../../nbs/crl/11_learner.ipynb #6976dc13
 @patch
 def fit(self:AgentLearner, stage:Stage):
     "Play and learn, rollout after rollout, from where it stands."
@@ -265,6 +268,7 @@ def state_dict(self:AgentLearner)->dict:
     cl = dict(cl=self.cl.state_dict()) if self.cl else {}   # without a method as in older checkpoints
     return dict(algo=self.agent.state_dict(), state=dict(t=self.t, step=self.step, frames=self.frames, **inside, **cl))
 
+# %% ../../nbs/crl/11_learner.ipynb #83caa098
 @patch
 def load_state_dict(self:AgentLearner, states:dict):
     "Go on from `states`."
@@ -280,6 +284,7 @@ def load_state_dict(self:AgentLearner, states:dict):
     self.draws = torch.Generator()
     self.draws.set_state(state["draws"])
 
+# %% ../../nbs/crl/11_learner.ipynb #35881951
 @patch
 def documents(self:AgentLearner, records:list)->dict:
     "Readable files of a checkpoint; the success matrix where something was measured."

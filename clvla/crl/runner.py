@@ -163,6 +163,7 @@ def step(self:Lanes,
         self.finished.append(dict(reward=float(self.reward[e]), steps=int(self.steps[e]), success=bool(self.won[e])))
     return outcome
 
+# %% ../../nbs/crl/10_runner.ipynb #5ea892e3
 @patch
 def note(self:Lanes, actions, each):
     "Remember actions, with which the episodes can be played again."

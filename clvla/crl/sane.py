@@ -213,6 +213,7 @@ def build(self:SANE, exp, spaces, device="cpu"):
     Agent.build(self, exp, spaces, device)
     for node in self.nodes: node.build(*self.built_for)
 
+# %% ../../nbs/crl/09_sane.ipynb #f13d52f2
 @patch
 def on_starts(self:SANE, obs:dict, evaluation:bool=False):
     "Choose the node that `act`, or in an evaluation `predict`, asks."
@@ -232,6 +233,7 @@ def needed(node):
         raise ValueError("no node was chosen; call on_starts(obs) before a rollout, and before an evaluation")
     return node
 
+# %% ../../nbs/crl/09_sane.ipynb #1f6aa633
 @patch
 def act(self:SANE, obs:dict, draws:Tensor)->dict:
     "What the acting node does."

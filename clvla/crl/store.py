@@ -156,6 +156,7 @@ def read(self:UnrollFile, row:int)->tuple:   # header, body (n,) uint8
         os.preadv(self.fd, [buffer], row*self.layout.stride)
     return header.copy(),buffer[start:start+size]
 
+# %% ../../nbs/crl/15_store.ipynb #83eed108
 def check_room(
     folder,   # where a file is wanted
     need:int  # its bytes
@@ -167,6 +168,7 @@ def check_room(
         raise ValueError(f"the memory needs {need/1e6:,.1f} MB in {folder}, its disk has {free/1e6:,.1f} MB; keep "
                          "fewer frames, or choose another run_dir")
 
+# %% ../../nbs/crl/15_store.ipynb #81019970
 def check_disk(
     folder,        # where the file shall lie, which need not be there yet
     frames:int, spaces:Spaces

@@ -191,6 +191,7 @@ class InPrecision(Engine):
     def backward(self, loss, last:bool=True):
         with self.model.computing() if self.model.precision == "tf32" else nullcontext(): super().backward(loss, last)
 
+# %% ../../nbs/rl/11_cloning.ipynb #9f408797
 class Cloning(Method):
     "Imitate the attempts that succeeded, and the demonstrations."
     hooks = True

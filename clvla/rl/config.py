@@ -126,12 +126,14 @@ def one_suite(cfg:PracticeConfig)->PracticeConfig:
     name = "+".join(map(str, cfg.tasks))[:60]
     return replace(cfg, suite=dict(base=cfg.suite, tasks=list(cfg.tasks), name=name), tasks=[])
 
+# %% ../../nbs/rl/20_config.ipynb #7d3b6ced
 def absolute_token(cfg:PracticeConfig)->PracticeConfig:
     "The folders that a token and logs come from, as absolute paths, as `init_from`."
     given = {k: cfg.algo_kw[k] for k in ("token", "logs") if isinstance(cfg.algo_kw.get(k), str)}
     folders = {k: str(Path(v).expanduser().resolve()) for k,v in given.items() if "/" in v or v and Path(v).is_dir()}
     return replace(cfg, algo_kw=cfg.algo_kw | folders) if folders else cfg
 
+# %% ../../nbs/rl/20_config.ipynb #6f5cc490
 def small_practice(cfg:PracticeConfig)->PracticeConfig:
     "A smoke run: no number larger than those of `SMOKE` and `SMOKE_ALGO`."
     if not cfg.smoke: return cfg

@@ -102,6 +102,7 @@ def check_flow(
         f"policy {name!r} has a {type(head).__name__}, and the steps of a FlowHead are what can be drawn here; take a model of that head, "
         "or algo choice_ppo, which works with any head that draws")
 
+# %% ../../nbs/rl/33_flow_gradient.ipynb #f43e166d
 class FlowPolicy(FrozenPolicy):
     "A frozen policy, and a copy of its flow head that learns."
     def __init__(self,

@@ -31,6 +31,7 @@ def each_of(terms)->Tensor:   # (B,)
     if isinstance(terms, tuple): return sum(terms)
     return terms if terms.ndim == 1 else terms.sum(0)
 
+# %% ../../nbs/rl/30_held.ipynb #7b74e26f
 class NetLoss(Model):
     "A network, and its loss on rows."
     def __init__(self,
@@ -122,6 +123,7 @@ LACKS = dict(words="the networks that it trains hear no instruction", features="
              ahead="practice has none before it has made attempts",
              demos="its networks learn from transitions, which are kept one by one")   # of every method beside a frozen policy
 
+# %% ../../nbs/rl/30_held.ipynb #ea101cc2
 class TransitionSource:
     "A replay's transitions, as `ctx.data`."
     def __init__(self,

@@ -169,6 +169,7 @@ def fit(self:Practice, stage:Stage):
     if self.trains: method.finish()
     self.t,self.step = stage.t+1,None
 
+# %% ../../nbs/rl/21_learner.ipynb #34a13a23
 @patch
 def rounds_of(self:Practice, stage:Stage):
     "The rounds of a stage that are left, each with its updates."

@@ -180,6 +180,7 @@ class OneDraw(FrozenPolicy):
         ctx = self.seen(obs, tokens=self.reads == "tokens")
         return ctx,critic_state(ctx, obs[STATE], self.reads)
 
+# %% ../../nbs/rl/19_noise_actor.ipynb #fe326917
 class NoisePolicy(OneDraw):
     "A frozen policy, an actor that makes the noise of its flow head, and the critics, to go on learning."
     def __init__(self,

@@ -88,6 +88,7 @@ def told(
     rows = ctx.tokens
     return replace(ctx, pooled=ctx.pooled*(1+scale)+shift, tokens=None if rows is None else rows*(1+scale[:,None])+shift[:,None])
 
+# %% ../../nbs/rl/36_recap.ipynb #c5d11220
 class RecapPolicy(FrozenPolicy):
     "A policy that is told whether what it imitates was better than usual; where nobody says it, as if it were."
     head_names = "vla.head.","indicator."
@@ -187,6 +188,7 @@ def rounds_of(
     if not paths: raise ValueError(f"logs is {str(run)!r}, and there is no {Path(run)/'practice'}/round-000.safetensors; name the folder of a run of practice")
     return paths
 
+# %% ../../nbs/rl/36_recap.ipynb #909be30a
 @patch
 def make_policy(self:Recap, ctx)->RecapPolicy:
     "The base with the words; what was frozen in it stays frozen."
@@ -260,10 +262,12 @@ def judge(self:Recap):
     self.numbers |= {"rl/value_error": float(np.abs(np.concatenate(v)-np.concatenate(rets)).mean()),
                      "rl/value_agrees": agreement(np.concatenate(v), np.concatenate(rets))}
 
+# %% ../../nbs/rl/36_recap.ipynb #e48bbbbf
 def agreement(v, ret)->float:
     "Correlation of values with returns; 0 where one of them is constant."
     return float(np.corrcoef(v, ret)[0,1]) if np.std(v) > 1e-12 and np.std(ret) > 1e-12 else 0.
 
+# %% ../../nbs/rl/36_recap.ipynb #49bdacf8
 @patch
 def begin(self:Recap):
     self.judge()

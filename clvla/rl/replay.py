@@ -111,6 +111,7 @@ def check_values(
             "are needed")
     return x
 
+# %% ../../nbs/rl/02_replay.ipynb #9481fb5e
 def check_links(
     start, # (n,) observation acted from
     next,  # (n,) observation reached
@@ -124,6 +125,7 @@ def check_links(
             f"next={next}")
     return start,next
 
+# %% ../../nbs/rl/02_replay.ipynb #085e3944
 def pick(
     given:dict,  # name -> values
     stores:dict, # name -> ring
@@ -183,6 +185,7 @@ def _write(self:Replay, rows, states:dict, starts, fields:dict):
     starts = torch.from_numpy(starts).to(self.device)
     for name,x in fields.items(): self.fields[name].index_copy_(0, starts, x.to(self.fields[name]))
 
+# %% ../../nbs/rl/02_replay.ipynb #bc22ce8b
 @patch
 def make_room(self:Replay, n:int):
     "Let the rings hold `n` rows, or all; they double when they grow, and what they hold stays."

@@ -58,6 +58,7 @@ def critic_loss(critic:nn.Module, x:Tensor, action:Tensor, target:Tensor):   # l
     errors,(q1,_) = critic_errors(critic, x, action, target)
     return mean_of(errors),q1
 
+# %% ../../nbs/rl/06_td3.ipynb #ad4ddfb6
 def actor_losses(
     actor:Actor,
     critic:TwinCritic,

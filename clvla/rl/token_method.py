@@ -150,6 +150,7 @@ def make_algos(self:TokenMethod):
     "One algorithm for each network; the first is the run's."
     if not self.algos: self.algos = {name: self.ctx.new_cl() if i else self.ctx.cl for i,name in enumerate(self.nets())}
 
+# %% ../../nbs/rl/13_token_method.ipynb #f9f3d90e
 @patch
 def start(self:TokenMethod):
     if not self.is_held: return
@@ -210,6 +211,7 @@ def make_policy(self:TokenMethod)->TokenPolicy:
     policy.take_frozen(base)
     return policy.to(ctx.device)
 
+# %% ../../nbs/rl/13_token_method.ipynb #7973ca55
 @patch
 def demo_batches(self:TokenMethod, most:int=1024)->list:
     "The demonstrations' frames as observations, 64 in a batch; evenly chosen where there are more than `most`."

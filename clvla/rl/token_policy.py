@@ -39,6 +39,7 @@ def sizes_of(base:Policy)->dict:
     "What a policy around `base` is told of its sizes."
     return {k: base.config[k] for k in SIZES if k in base.config}
 
+# %% ../../nbs/rl/12_token_policy.ipynb #4c7dfa02
 class FrozenPolicy(Policy):
     "A policy around a frozen one, `vla`, which reads the observations."
     def __init__(self,

@@ -83,6 +83,7 @@ def read(
         self.n_lines += 1
     return found
 
+# %% ../../nbs/run/26_feed.ipynb #5217d29b
 def stage_numbers(
     run:RunFolder,
     t:int # stage

@@ -118,6 +118,7 @@ def check_folder(
         if is_folder: raise ValueError(f"{name} {path}: this user may not write into {p}; choose another {name}, or give the user that right")
         raise ValueError(f"{name} {path} needs a folder, but {p} is a file; choose another {name}")
 
+# %% ../../nbs/run/00_folder.ipynb #9ce4c5aa
 @patch
 def check_empty(self:RunFolder):
     "ValueError when there is a folder with files in it, other than those of `lock`."
@@ -125,6 +126,7 @@ def check_empty(self:RunFolder):
     if [p for p in there if p.name not in ("run.lock", "reserve", "begun.json") or p.is_symlink()]:
         raise ValueError(f"{self.path} is not empty and no run folder (no config.json); choose another run_dir")
 
+# %% ../../nbs/run/00_folder.ipynb #ff6f1392
 def stored_settings(
     path # a run's folder
 )->dict:
@@ -155,6 +157,7 @@ def lock(self:RunFolder):
         try: yield self
         finally: (self.path/"reserve").unlink(missing_ok=True)
 
+# %% ../../nbs/run/00_folder.ipynb #3b567322
 @patch(as_prop=True)
 def holder(self:RunFolder)->dict|None:
     "The process that writes to this folder: host, pid, since."

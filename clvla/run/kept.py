@@ -85,6 +85,7 @@ def read_kept(
     "The lines of these configs."
     return {line["name"]: line for line in lines_of(file, cfgs)}
 
+# %% ../../nbs/run/17_kept.ipynb #e1fa80d2
 def kept_runs(
     cfgs:dict,     # name -> resolved config, each with a `run_dir` of its own
     file,          # a .jsonl file; it is made, with its folder, if it does not exist

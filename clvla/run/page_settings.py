@@ -132,6 +132,7 @@ def fitted(
         say(f"{', '.join(sorted(dropped))} of the parameters file: of {' and '.join(sorted(others))}, which is not in this run; left out")
     return now
 
+# %% ../../nbs/run/31_page_settings.ipynb #447dda65
 def _has(places:dict, name:str, field:str="")->bool:
     "Whether a setting, or a part with settings, is among the places of a field, or of all fields."
     of = {place: names for place,(_,names) in places.items() if not field or place.partition(".")[0] == field}

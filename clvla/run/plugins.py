@@ -104,6 +104,7 @@ def _differs(file, entry:dict)->bool:
     "Whether a file is there and has another content than the stored one."
     return Path(file).exists() and sha256(file) != entry["id"]
 
+# %% ../../nbs/run/13_plugins.ipynb #8778c5e8
 def changes(run_dir)->list:
     "What has changed of a run's plugins since it began, one line each."
     lines = []
@@ -177,6 +178,7 @@ def check_code(
     for line in left: say(f"trusted: {_shown(run_dir, line)}")
     approve(run_dir, left)
 
+# %% ../../nbs/run/13_plugins.ipynb #1747ccae
 def _shown(run_dir, line:str)->str:
     "A line of `code_in` with the file's place, hash and first lines."
     what,_,text = line.partition(" ")

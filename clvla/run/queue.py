@@ -199,6 +199,7 @@ def outcome_of(
     if code == EXIT_STOPPED or asked: return dict(state="stopped", asked=asked)
     return dict(state="failed", code=code, error=f"{exit_text(code, kills)}\n{last_lines(console)}".strip())
 
+# %% ../../nbs/run/21_queue.ipynb #bb561421
 def do_entry(
     queue:Queue, entry:Entry,
     n:int,      # the claim

@@ -89,6 +89,7 @@ def updates_in(
     "Optimizer updates that a record tells of; an on-policy method's record tells of all minibatches of a round."
     return int(record.get("rl/steps", "train/loss" in record or any(k.startswith("rl/") for k in record)))
 
+# %% ../../nbs/run/11_report.ipynb #f7576f22
 def cost_table(
     run_dir,     # folder of a run
     logs=None,   # records of its updates; read if None

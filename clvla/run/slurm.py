@@ -89,6 +89,7 @@ def submit(queue, numbers:list, plan:Plan)->str:
     write_json(path.with_suffix(".json"), dict(job=job, entries=numbers))
     return job
 
+# %% ../../nbs/run/23_slurm.ipynb #3503ab10
 def slurm(
     queue, begin, # as of `local`
     plan:Plan, stop

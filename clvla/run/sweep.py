@@ -54,6 +54,7 @@ def sweep(
     finally: stop(*running.values())
     check_codes(codes, kills)
 
+# %% ../../nbs/run/14_sweep.ipynb #d7d4b124
 def check_codes(
     codes:dict,    # folder of a run -> its exit code
     kills:int|None # `oom_kills()` before the runs were started

@@ -256,6 +256,7 @@ def hint(self:Run)->str:
     return ("if you close this tab, follow the run in any notebook: "
             f"from clvla.run.watch import Run; Run.open({str(self.path.resolve())!r}).follow()")
 
+# %% ../../nbs/run/12_watch.ipynb #8d989ab3
 @patch
 def follow(self:Run,
     every:float=2.,        # seconds between two updates
@@ -277,6 +278,7 @@ def follow(self:Run,
         show(f"no longer watching. The run goes on; Run.open({str(self.path)!r}) has follow() and stop()")
         raise
 
+# %% ../../nbs/run/12_watch.ipynb #0811a063
 @patch
 def _show(self:Run, board, status):
     "Show the bars, and the table below them."

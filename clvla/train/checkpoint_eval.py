@@ -264,6 +264,7 @@ def evaluate(
     say(f"{evaluation.cfg.policy_server or path.name}: {100*sum(r['success'] for r in records)/max(1, len(records)):.0f} % success over "
         f"{len(records)} episodes")
 
+# %% ../../nbs/train/06_checkpoint_eval.ipynb #b20f76f0
 def _total_of(evaluation:Evaluation, ids)->int:
     "How many episodes of a checkpoint are played here."
     a,b = part_of(evaluation.cfg.part)

@@ -236,6 +236,7 @@ def cameras_of(
     keys = config.get("cameras", list(pixels) or [IMAGE])
     return {key.removeprefix(IMAGES): pixels.get(key) for key in keys}
 
+# %% ../../nbs/train/05_eval_config.ipynb #73cdef64
 def _sizes_of(
     task,        # a `Task`
     cameras:dict,# name -> pixels
@@ -246,6 +247,7 @@ def _sizes_of(
     try: return dict(state_dim=env.state_dim, action_dim=env.action_dim, discrete=env.n_actions is not None)
     finally: env.close()
 
+# %% ../../nbs/train/05_eval_config.ipynb #81763fc1
 def _check_sizes(evaluation:Evaluation):
     "ValueError when the policy of a run cannot play a stream."
     last,cfg = evaluation.points[-1],evaluation.cfg
@@ -278,6 +280,7 @@ def begin_eval(
     if evaluation.elsewhere: _write_stream(evaluation)
     return path
 
+# %% ../../nbs/train/05_eval_config.ipynb #56534012
 def _write_stream(evaluation:Evaluation):
     "Write which tasks are played, and after which stages of the run, as a run does in its own `stream.json`."
     played = [evaluation.stream[task_id] for task_id in evaluation.ids]

@@ -101,6 +101,7 @@ def play(self:Evaluator,
         wait()
     return sum(r["success"] for r in records)/max(1, len(records))
 
+# %% ../../nbs/train/07_evaluate.ipynb #7f52a0ee
 @patch
 def play_missing(self:Evaluator, moment:dict, ids:list, trials, run:RunFolder, films:dict|None):
     "Play the episodes of this rank that have no record yet; a signal to it ends it early, without asking the others."

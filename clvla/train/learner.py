@@ -114,6 +114,7 @@ def build(self:Imitation,
     self.trainer.play_look = self.play_look
     if shell.rank == 0: self.write_stream()
 
+# %% ../../nbs/train/04_learner.ipynb #2da130e8
 @patch
 def write_stream(self:OnStream):
     "Write what the pages that show a run read."
@@ -214,6 +215,7 @@ def make_policy(self:Imitation, checkpoint:Path|None):
         save_base(policy, Path(self.cfg.data_dir)/"weights", stored_hash, self.shell.say)
     return policy
 
+# %% ../../nbs/train/04_learner.ipynb #b4d1f8e3
 @patch
 def new_policy(self:Imitation):
     "The policy with the weights that the run starts from."

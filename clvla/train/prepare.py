@@ -115,6 +115,7 @@ def check(
     remarks(cfg, stream)   # refuses here what is not accepted; said later, by the one who prepares
     return stream
 
+# %% ../../nbs/train/03_prepare.ipynb #70efc9da
 def draws(kind)->bool:
     "Whether a kind's environments draw with MuJoCo."
     return "mujoco" in (*kind.modules, *kind.packages)
@@ -236,6 +237,7 @@ def make_processor(
         for line in check_reach(processor, first, stores, cfg.accept, whose): say(line)
     return processor
 
+# %% ../../nbs/train/03_prepare.ipynb #868144ae
 def init_processor(
     cfg:TrainConfig, # init_from, state_norm, action_norm
     stores:dict,   # task id -> FrameStore

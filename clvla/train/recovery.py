@@ -28,6 +28,7 @@ def savings(again:Recovery, new:Recovery)->float:
     if not new.reached: return float("nan")
     return 1-(again.curve[-1][0] if again.reached is None else again.reached)/new.reached
 
+# %% ../../nbs/train/19_recovery.ipynb #3810ae98
 class _Reached(Exception): pass   # ends a training whose target is there
 
 def recover(

@@ -33,6 +33,7 @@ class Session:
     left:list = field(default_factory=list)  # actions of the last chunk that were not handed out, (A,) each
     said:dict = field(default_factory=dict)  # of the episode's beginning
 
+# %% ../../nbs/train/16_serve.ipynb #24800438
 class PolicyServer:
     "The newest checkpoint of a run, asked by messages."
     def __init__(self,
@@ -55,6 +56,7 @@ class PolicyServer:
         self.n_sessions += 1
         return Session(self.n_sessions)
 
+# %% ../../nbs/train/16_serve.ipynb #8a117c5d
 def cameras_for(
     said:str, # as in `PolicyServer`
     ours:list # names of the policy's cameras
@@ -137,6 +139,7 @@ def hello_of(server:PolicyServer)->dict:
                 action_spec={k: spec(k, *v) for k,v in form["action"].items()},
                 observation_spec=dict(language=spec("language", 0, "language"), state=spec("state", *form["state"])))
 
+# %% ../../nbs/train/16_serve.ipynb #3e3579c3
 def answered(server:PolicyServer, session:Session, said:dict)->tuple|None: # kind and payload of the answer; None: there is none
     "What a message is answered by."
     if said["type"] == "hello": return "hello",hello_of(server)
@@ -148,6 +151,7 @@ def answered(server:PolicyServer, session:Session, said:dict)->tuple|None: # kin
         return "error",dict(error=plain(str(e), 500))
     return None
 
+# %% ../../nbs/train/16_serve.ipynb #b5538089
 async def talk(server:PolicyServer, request):
     "One connection, from its first message to its last."
     from aiohttp import WSMsgType, web
@@ -180,6 +184,7 @@ async def _listen(server:PolicyServer, host:str, port:int):
     await site.start()
     return runner,site._server.sockets[0].getsockname()[1]
 
+# %% ../../nbs/train/16_serve.ipynb #7cf406d9
 @contextmanager
 def serving(
     server:PolicyServer,

@@ -182,6 +182,7 @@ def faults(
     found += [f"{k}: the record says {record[k]}, and its attempts {v}" for k,v in said.items() if record[k] != v]
     return found + [f"goal: the lower bound is {low:.3f}, and the goal {track.goal}"]*(low < track.goal)
 
+# %% ../../nbs/train/18_speedrun.ipynb #fc26669f
 def unlike(
     old:list, # attempts of a record
     new:list  # the same, repeated
@@ -190,6 +191,7 @@ def unlike(
     return [f"{k} of seed {a['seed']}: differs from the record's" for a,b in zip(old, new, strict=True)
             for k in ("fingerprint", "won", "bytes", "samples") if a[k] != b[k]]
 
+# %% ../../nbs/train/18_speedrun.ipynb #f556e2aa
 def verify(
     sub:Submission,
     record:dict,

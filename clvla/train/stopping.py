@@ -141,6 +141,7 @@ def check_stopping(
                          "strategy to 'zero2', or patience to 0")
     check_every(cfg, algo, stream)
 
+# %% ../../nbs/train/09_stopping.ipynb #573e8d58
 def check_every(cfg, algo, stream):
     "ValueError when no look comes before the last update."
     updates = [stage.task.budget or cfg.steps_per_task for stage in stream.stages]

@@ -235,6 +235,7 @@ def look(self:Trainer, loss)->bool:
         f"{ctx.task_id!r} (stage {ctx.t}); its samples are in bad_updates.jsonl ({self.skipped} so far). Look at them, "
         f"or lower lr (now {self.lr:.2g}) or clip (now {cfg.clip}) in a new run_dir")
 
+# %% ../../nbs/train/01_trainer.ipynb #7246c6d5
 def bad_update(
     loop:Loop,  # of the update
     loss,       # its loss

@@ -118,6 +118,7 @@ class Answer:
 
 def counted(of:dict)->dict: return {task: [int(sum(won)), len(won)] for task,won in of.items()}
 
+# %% ../../nbs/train/15_validity.ipynb #65ee79b5
 def trained_answers(cfgs:dict)->list:
     "What the runs reached at their ends, over all seeds."
     answers = []

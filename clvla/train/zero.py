@@ -97,6 +97,7 @@ def backward(self:ZeroEngine, loss, last:bool=True):
     self.pending = True
     self.ds.backward(loss)
 
+# %% ../../nbs/train/02_zero.ipynb #bafa63cd
 @patch
 def complete(self:ZeroEngine):
     "Gradients are true ones already."
