@@ -160,8 +160,10 @@ def stored(self:TaskBuffer, task_id:str, frames:np.ndarray, data, n_tasks:int)->
 @patch
 def check_share(self:TaskBuffer, task_id:str, first:dict, n_tasks:int):
     "ValueError where one frame takes more than a task's share of the bytes."
-    share,one = self.total_bytes//n_tasks,int(sizes(*with_deltas([_contiguous(first)], self.tolerance, None))[0])
-    if one > share: raise ValueError(f"a share of {share} bytes, one of {n_tasks}, holds no frame of task {task_id!r}, whose first one takes {one}; raise total_size")
+    rows, = with_deltas([_contiguous(first)], self.tolerance, None)
+    share,one = self.total_bytes//n_tasks,int(sizes(rows)[0])
+    if one > share:
+        raise ValueError(f"a share of {share} bytes, one of {n_tasks}, holds no frame of task {task_id!r}, whose first one takes {one}; raise total_size")
 
 @patch
 def shared(self:TaskBuffer, quota:dict, values:dict)->dict:
