@@ -84,7 +84,9 @@ class Passed:
     def __init__(self,
         cls,         # whose constructor takes them
         *without:str # those that it is not given
-    ): self.cls,self.without = cls,without
+    ):
+        self.cls,self.without = cls,without
+        if unknown := {*without}-{*arguments_of(cls)}: raise TypeError(f"{cls.__name__} has no argument {', '.join(sorted(unknown))} to leave out")
 
     def parameters(self)->list:   # of `inspect.Parameter`, by name alone
         return [p.replace(kind=p.KEYWORD_ONLY) for k,p in arguments_of(self.cls).items() if k not in self.without]
