@@ -6,9 +6,8 @@
 __all__ = ['DER']
 
 # %% ../../nbs/cl/23_der.ipynb #f2a02303
-from .buffer import SAMPLING, SELECTION, SIZE
-from .derpp import DISTANCE, DERpp
-from ..core.settings import Count, Number, settled
+from .derpp import DERpp
+from ..core.settings import Count, Number, Passed, settled
 
 # %% ../../nbs/cl/23_der.ipynb #f2a02307
 class DER(DERpp):
@@ -18,9 +17,5 @@ class DER(DERpp):
         buffer_size:Count(0, none=True)=1000, # frames kept of each finished task; 0 or None: all
         alpha:Number(0)=.5,        # weight of the stored outputs
         n_mem:Count(none=True)=None, # remembered samples of one update; None: as many as in the batch
-        sampling:SAMPLING="balanced", # see `TaskBuffer`
-        total_size:SIZE=None,      # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
-        seed:int=0,
-        selection:SELECTION="random", # which frames are kept: page cl/selection
-        distance:DISTANCE="squares" # of outputs: "squares", or "kl": CLEAR's cloning, for a head of discrete actions
-    ): super().__init__(buffer_size, alpha, 0., n_mem, sampling, total_size, seed, selection, distance)
+        **derpp:Passed(DERpp, "beta")
+    ): super().__init__(buffer_size, alpha, 0., n_mem, **derpp)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from .agem import AGEM
 from .base import flat, unflat
-from .buffer import SELECTION, SIZE, STORE, draw_positions
+from .buffer import draw_positions
 from ..core.batch import to_device, torch_rng
-from ..core.settings import Count, Number, settled
+from ..core.settings import Count, Number, Passed, settled
 
 # %% ../../nbs/cl/24_gem.ipynb #f2a02408
 def nonnegative(
@@ -63,12 +63,10 @@ class GEM(AGEM):
         buffer_size:Count(0, none=True)=1000, # frames kept of each finished task; 0 or None: all
         n_ref:Count()=32,          # samples of each task's gradient
         gamma:Number(0)=.5,        # lower bound on v
-        store:STORE="refs",        # see `TaskBuffer`
-        total_size:SIZE=None,      # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
-        selection:SELECTION="random" # which frames are kept: page cl/selection
+        **agem:Passed(AGEM, "sampling")
     ):
-        super().__init__(buffer_size, n_ref, "balanced", store, total_size, seed, selection)
+        super().__init__(buffer_size, n_ref, seed=seed, **agem)
         self.generator = torch_rng(seed, "gem noise")
 
     def reference(self, ctx, task_id)->Tensor:

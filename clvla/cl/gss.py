@@ -7,10 +7,10 @@ __all__ = ['gss_greedy', 'GSSBuffer', 'GSS']
 
 # %% ../../nbs/cl/28_gss.ipynb #f2a02803
 import numpy as np
-from .buffer import SAMPLING, SIZE, STORE, TaskBuffer
-from .er import FORM, ER
+from .buffer import TaskBuffer
+from .er import ER
 from .selection import TaskFrames
-from ..core.settings import Count, Number, settled
+from ..core.settings import Count, Number, Passed, settled
 
 # %% ../../nbs/cl/28_gss.ipynb #f2a02807
 def gss_greedy(
@@ -50,14 +50,10 @@ class GSS(ER):
     @settled
     def __init__(self,
         buffer_size:Count(0, none=True)=1000, # samples kept of each finished task; None or 0: all
-        replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
-        sampling:SAMPLING="balanced", # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
-        store:STORE="refs",        # "refs": samples by number, read again from the data; "values": copies; "deltas": copies that share pixels
-        total_size:SIZE=None,      # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         n_compare:Count(none=True)=10, # stored samples that each new one is compared with; None: all
         below:Number(-1, 1)=.5,    # largest cosine of a sample that may replace another; 0 in the paper
         seed:int=0,
-        form:FORM="replace"        # as in ER
+        **er:Passed(ER, "selection")
     ):
-        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, form=form)
-        self.buf = GSSBuffer(buffer_size or None, sampling, store, total_size, n_compare, below, seed)
+        super().__init__(buffer_size, seed=seed, **er)
+        self.buf = GSSBuffer(buffer_size or None, self.sampling, self.store, self.total_size, n_compare, below, seed)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from .buffer import SAMPLING, SELECTION, SIZE, bytes_of, gather
+from .buffer import bytes_of, gather
 from .er import ER
 from .probe import quiet
 from ..core.batch import rng_state, set_rng_state, take, to_device, torch_rng
 from ..core.names import ACTION, N_ACTIONS, PAD
-from ..core.settings import Choice, Count, Number, settled
+from ..core.settings import Choice, Count, Number, Passed, settled
 
 # %% ../../nbs/cl/32_latent.ipynb #7b77069d
 POOLED = "pooled"   # key of the stored vectors
@@ -72,12 +72,10 @@ class Latent(ER):
         buffer_size:Count(0, none=True)=1000, # features kept of each finished task; None or 0: of all frames
         replay_ratio:Number(0)=1., # remembered samples for each new one, at least 0
         trunk:TRUNK="first",       # "first": the first task trains the whole policy; "pretrained": no task trains it
-        sampling:SAMPLING="balanced", # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
-        total_size:SIZE=None,      # features kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
-        selection:SELECTION="random" # which frames are kept: page cl/selection
+        **er:Passed(ER, "store", "form")
     ):
-        super().__init__(buffer_size, replay_ratio, sampling, "refs", total_size, seed, selection, "append")
+        super().__init__(buffer_size, replay_ratio, seed=seed, form="append", **er)
         self.new_params = trunk == "first"
         self.stored,self.noise = {},torch_rng(seed, "latent", "noise") # task id -> what `latents` gave
 

@@ -12,11 +12,11 @@ from fastcore.basics import patch
 from torch import Tensor
 from ..core.batch import batch_size, rng_state, set_rng_state, to_device, torch_rng
 from .base import CLContext
-from .buffer import SAMPLING, SELECTION, SIZE, STORE, draw_positions
+from .buffer import draw_positions
 from .engine import Engine
-from .er import FORM, ER
+from .er import ER
 from .probe import draw_noise, losses_at, quiet, virtual_step
-from ..core.settings import Choice, Count, settled
+from ..core.settings import Choice, Count, Passed, settled
 
 # %% ../../nbs/cl/09_mir.ipynb #0df99e3b
 def interference(
@@ -69,16 +69,15 @@ class MIR(ER):
     @settled
     def __init__(self,
         buffer_size:Count(0, none=True)=1000, replay_ratio:float=.3, # as in ER
-        sampling:SAMPLING="balanced", store:STORE="refs", total_size:SIZE=None, # as in ER
         refresh:Count()=1,   # score candidates every so many steps; 1 = the paper, 50 costs next to nothing
         candidates:Count()=16, # C, samples that are scored
         top_k:Count()=8,     # k, how many of them are kept
         n_draws:Count()=4,   # times the policy's own noise draws
         between:Choice(("draw", "cache"))="draw", # between refreshes: "draw" (like ER) or "cache" (the top k only)
         seed:int=0,
-        selection:SELECTION="random", form:FORM="replace" # as in ER
+        **er:Passed(ER)
     ):
-        super().__init__(buffer_size, replay_ratio, sampling, store, total_size, seed, selection, form)
+        super().__init__(buffer_size, replay_ratio, seed=seed, **er)
         if top_k > candidates: raise ValueError(f"top_k={top_k} is more than candidates={candidates}; keep at "
             f"most as many as are scored")
         self.generator,self.cache = torch_rng(seed, "mir noise"),[] # cache: the best of the last refresh

@@ -12,13 +12,12 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from torch.nn.functional import normalize
-from .buffer import SAMPLING, SELECTION, SIZE
 from .er import ER
 from .latent import TRUNK, Latent
 from .probe import quiet
 from ..core.batch import cat, to_device
 from ..core.names import ACTION, FEATURES, N_ACTIONS, PAD, PROMPT, STATE
-from ..core.settings import Choice, Count, Number, settled
+from ..core.settings import Choice, Count, Number, Passed, settled
 
 # %% ../../nbs/cl/41_mlr.ipynb #cb6a2db3
 @torch.no_grad()
@@ -99,18 +98,14 @@ class MLR(Latent):
     @settled
     def __init__(self,
         buffer_size:Count(0, none=True)=1000, # frames kept of each finished task; None or 0: all
-        replay_ratio:Number(0)=1., # remembered samples for each new one, at least 0
         trunk:TRUNK="first",       # "first": the first task trains the encoders too; "pretrained": no task does
-        sampling:SAMPLING="balanced", # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
-        total_size:SIZE=None,      # frames kept of all tasks together, or bytes as "50 MB"; None: no bound
-        seed:int=0,
-        selection:SELECTION="random", # which frames are kept: page cl/selection
         learns:Choice(("decoder", "head"))="decoder", # what later tasks train: all behind the encoders, or only the head
         lam:Number(0)=.1,          # weight of the margin (eq. 2); 0: none
         gamma:Number(0)=.72,       # share of the angle between two sentences that is the margin
-        near:Number(0, 1)=.5       # share of the pairs of tasks that are similar
+        near:Number(0, 1)=.5,      # share of the pairs of tasks that are similar
+        **latent:Passed(Latent)
     ):
-        super().__init__(buffer_size, replay_ratio, trunk, sampling, total_size, seed, selection)
+        super().__init__(buffer_size, trunk=trunk, **latent)
         self.means,self.apart = {},[]   # task id -> `task_means`; tasks that the present one is kept apart from
 
     def keep(self, ctx, refs): return features_of(ctx, refs)

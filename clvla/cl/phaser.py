@@ -7,10 +7,10 @@ __all__ = ['segments', 'phases', 'PhaseBuffer', 'Phaser']
 
 # %% ../../nbs/cl/39_phaser.ipynb #f6686f4d
 import numpy as np
-from .buffer import SIZE, STORE, TaskBuffer, draw_positions, quotas, slots
-from .er import FORM, ER
+from .buffer import TaskBuffer, draw_positions, quotas, slots
+from .er import ER
 from .selection import TaskFrames
-from ..core.settings import Count, settled
+from ..core.settings import Count, Passed, settled
 
 # %% ../../nbs/cl/39_phaser.ipynb #76e88b48
 def segments(
@@ -92,14 +92,11 @@ class Phaser(ER):
     @settled
     def __init__(self,
         buffer_size:Count(0, none=True)=1000, # samples kept of each finished task; None or 0: all
-        replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
-        store:STORE="refs",        # "refs": samples by number, read again from the data; "values": copies; "deltas": copies that share pixels
-        total_size:SIZE=None,      # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         n_phases:Count()=4,        # K, phases of an episode
         seed:int=0,
-        form:FORM="replace"        # as in ER
+        **er:Passed(ER, "sampling", "selection")
     ):
-        super().__init__(buffer_size, replay_ratio, "balanced", store, total_size, seed, form=form)
-        self.buf = PhaseBuffer(buffer_size or None, store, total_size, n_phases, seed)
+        super().__init__(buffer_size, seed=seed, **er)
+        self.buf = PhaseBuffer(buffer_size or None, self.store, self.total_size, n_phases, seed)
 
     def metrics(self): return super().metrics()|dict(phases=float(len(self.buf.groups())))

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from .task_lora import ALPHA, TRUNK, TaskLoRA, trained_set, write_set
+from .task_lora import TaskLoRA, trained_set, write_set
 from ..core.batch import batch_size, to_device, torch_rng
 from ..core.names import IMAGES, PROMPT, STATE
-from ..core.settings import Choice, Count, Number, settled
+from ..core.settings import Choice, Count, Number, Passed, settled
 
 # %% ../../nbs/cl/30_router.ipynb #ba7ed59a
 class LDA:
@@ -91,14 +91,12 @@ class Router(TaskLoRA):
     @settled
     def __init__(self,
         rank:Count()=8,      # of the adapters
-        alpha:ALPHA=16.,     # adapters are multiplied by alpha/rank
-        trunk:TRUNK="first", # "first": the first task trains the whole policy; "pretrained": no task trains it
         reads:Choice(READS)="all", # what the choice is made from
         shrink:Number(1e-9, 1, "in (0,1]")=.01, # of the covariance; 1: nearest mean
         n_frames:Count()=256, # of each task, for its statistics
-        seed:int=0
+        **lora:Passed(TaskLoRA)
     ):
-        super().__init__(rank, alpha, trunk, seed)
+        super().__init__(rank, **lora)
         self.lda = LDA(shrink)
 
     def on_task_end(self, ctx):

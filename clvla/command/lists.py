@@ -55,9 +55,9 @@ def menu_text(name:str)->str:
 
 # %% ../../nbs/command/02_lists.ipynb #d25eeb02
 def comments(cls)->dict:
-    "Argument of a class -> what the comment beside it says, in its own constructor or in a parent's."
-    said = {}
-    for c in cls.__mro__:
+    "Argument of a class -> what the comment beside it says, in its own constructor, a parent's, or that of a class it hands settings to."
+    said,passed = {},getattr(cls.__init__, "passed", None)
+    for c in (*cls.__mro__, *(passed.cls.__mro__ if passed else ())):
         try: own = docments(c.__init__) if "__init__" in vars(c) else {}
         except OSError: own = {}   # its source is in no file
         for k,text in own.items():

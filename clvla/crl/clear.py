@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from ..cl.derpp import softened
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
-from ..core.settings import ABOVE0, Count, Flag, Number, settled
+from ..core.settings import Flag, Number, Passed, settled
 from .impala import IMPALA
 from .store import UnrollFile, frame_bytes, size_text
 
@@ -114,28 +114,16 @@ class CLEAR(IMPALA):
     @settled
     def __init__(self,
         seed:int=0,
-        n_envs:Count()=8,       # environments at a time
-        horizon:Count()=20,     # steps in each of them between two updates
         frames:int=50_000,      # steps that the memory holds
         file:Flag()=False,      # the memory lies in a file of the run's folder
         replay:Number(0)=1.,    # remembered unrolls for each new one
         policy_cloning:Number(0)=.01, # weight of keeping the policy on remembered unrolls
         value_cloning:Number(0)=.005, # and of keeping the values
-        lr:ABOVE0=3e-3,         # of RMSProp
-        gamma:Number(0, 1)=.99, # discount
-        epochs:Count()=4,       # updates on each rollout
-        lag:Count(0)=0,         # updates that the acting weights are behind the learning ones
-        value_weight:Number(0)=.5, # of the values in the loss
-        entropy_weight:Number(0)=.002, # of the policy's entropy, which is subtracted
-        grad_clip:ABOVE0=5.,    # largest gradient norm
-        clip_reward:Flag()=False, # only the sign of a reward counts
-        channels:Count()=16,    # of the first convolution
-        hidden:Count()=128      # width of the hidden layer
+        **impala:Passed(IMPALA, "correct")
     ):
-        super().__init__(seed, n_envs, horizon, lr, gamma, epochs, lag, True, value_weight, entropy_weight, grad_clip,
-                         clip_reward, channels, hidden)
+        super().__init__(seed, **impala)
         self.weights,self.frames = (policy_cloning, value_cloning),frames
-        self.memory = Unrolls(frames, horizon, seed)
+        self.memory = Unrolls(frames, self.horizon, seed)
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500031
 def check_fits(frames:int, spaces, instead:str):

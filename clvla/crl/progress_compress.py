@@ -14,7 +14,7 @@ from ..cl.base import CLContext
 from ..cl.derpp import softened
 from ..cl.ewc import ABOVE0 as F_MAX
 from ..core.batch import first_weights, to_device
-from ..core.settings import ABOVE0, Count, Flag, Number, settled
+from ..core.settings import Count, Number, Passed, settled
 from .agent import OBSERVED, log_probs
 from .ewc import OnlinePolicyEWC
 from .impala import IMPALA
@@ -93,29 +93,17 @@ class ProgressCompress(IMPALA):
     @settled
     def __init__(self,
         seed:int=0,
-        n_envs:Count()=8,       # environments at a time
-        horizon:Count()=20,     # steps in each of them between two updates
         progress:SHARE=.5,      # share of a task's rollouts in which the active column learns; then it is compressed
         lateral:Number(0)=.1,   # largest first factor of a lateral connection; 0: a new column starts as if alone
         ewc_lam:Number(0)=1.,   # factor on the springs of the knowledge base
         ewc_decay:Number(0, 1)=.99, # what is kept of their old stiffness at the end of a task
         fisher_steps:Count()=512, # last steps of a task, from which the Fisher information is computed
         f_max:F_MAX=100.,       # bound on one weight's stiffness, in units of the mean
-        lr:ABOVE0=3e-3,         # of RMSProp, in both phases
-        gamma:Number(0, 1)=.99, # discount
-        epochs:Count()=4,       # updates on each rollout, in both phases
-        value_weight:Number(0)=.5, # of the values in the loss
-        entropy_weight:Number(0)=.002, # of the policy's entropy, which is subtracted
-        grad_clip:ABOVE0=5.,    # largest gradient norm
-        clip_reward:Flag()=False, # only the sign of a reward counts
-        channels:Count()=16,    # of the first convolution
-        hidden:Count()=128      # width of the hidden layer
+        **impala:Passed(IMPALA, "lag", "correct") # of both phases
     ):
-        settings = dict(lr=lr, gamma=gamma, epochs=epochs, value_weight=value_weight, entropy_weight=entropy_weight,
-                        grad_clip=grad_clip, clip_reward=clip_reward, channels=channels, hidden=hidden)
-        super().__init__(seed, n_envs, horizon, **settings)
+        super().__init__(seed, **impala)
         self.ewc = OnlinePolicyEWC(ewc_lam, ewc_decay, fisher_steps, f_max)
-        self.base = IMPALA(seed, n_envs, horizon, **settings)   # the knowledge base, its optimizer and its springs
+        self.base = IMPALA(seed, **impala)   # the knowledge base, its optimizer and its springs
         self.ewc.bind(self.base)
         self.rollouts,self.practice = 0,None   # of this task so far; how many of them are progress
 

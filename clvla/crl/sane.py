@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from ..core.batch import to_device
 from ..core.seeds import seed_of
-from ..core.settings import ABOVE0, Count, Flag, Number, settled
+from ..core.settings import Count, Flag, Number, Passed, settled
 from .agent import Agent, OBSERVED
 from .clear import CLEAR, Unrolls, check_fits, cloning_loss
 from .impala import actor_critic_loss, corrected, look_at
@@ -160,8 +160,6 @@ class SANE(Agent):
     @settled
     def __init__(self,
         seed:int=0,
-        n_envs:Count()=8,       # environments at a time
-        horizon:Count()=20,     # steps in each of them between two updates
         max_nodes:Count()=16,   # more are merged
         mergeable:Number(0, 1)=.75, # share of `max_nodes`, the oldest ones, that may be merged
         rise:Number(0)=1.,      # a_0: uncertainties that a value rises above its anchor's before the anchor moves
@@ -171,25 +169,11 @@ class SANE(Agent):
         uncertainty_weight:Number(0)=1., # of the uncertainties in the loss
         inherit:Flag()=False,   # a new node also gets a copy of the memory
         frames:int=12_500,      # steps that the memory of each node holds
-        replay:Number(0)=1.,    # remembered unrolls for each new one
-        policy_cloning:Number(0)=.01, # weight of keeping the policy on remembered unrolls
-        value_cloning:Number(0)=.005, # and of keeping the values
-        lr:ABOVE0=3e-3,         # of RMSProp
-        gamma:Number(0, 1)=.99, # discount
-        epochs:Count()=4,       # updates on each rollout
         value_weight:Number(0)=5., # of the values in the loss
-        entropy_weight:Number(0)=.002, # of the policy's entropy, which is subtracted
-        grad_clip:ABOVE0=5.,    # largest gradient norm
-        clip_reward:Flag()=False, # only the sign of a reward counts
-        channels:Count()=16,    # of the first convolution
-        hidden:Count()=128      # width of the hidden layer
+        **node:Passed(CLEAR, "file", "lag")
     ):
-        super().__init__(seed, n_envs, horizon)
-        self.settings = dict(
-            uncertainty_weight=uncertainty_weight, n_envs=n_envs, horizon=horizon, frames=frames, replay=replay,
-            policy_cloning=policy_cloning, value_cloning=value_cloning, lr=lr, gamma=gamma, epochs=epochs,
-            value_weight=value_weight, entropy_weight=entropy_weight, grad_clip=grad_clip, clip_reward=clip_reward,
-            channels=channels, hidden=hidden)
+        super().__init__(seed, self.n_envs, self.horizon)
+        self.settings = dict(uncertainty_weight=uncertainty_weight, frames=frames, value_weight=value_weight) | node
         self.n_mergeable = mergeable_nodes(max_nodes, mergeable)
         self.nodes,self.n_made,self.held = [self.make_node(0)],1,0   # `held`: rollouts since the acting node was chosen
         self.active = self.examined = self.starts = None   # set by `on_starts`, before each rollout and each evaluation

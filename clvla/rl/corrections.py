@@ -7,11 +7,11 @@ __all__ = ['plans_of', 'interventions_of', 'Labels', 'DAgger', 'HGDAgger', 'chec
 
 # %% ../../nbs/rl/32_corrections.ipynb #089a3f04
 import numpy as np
-from ..core.settings import Choice, Count, Number, SHARE, settled
+from ..core.settings import Count, Number, Passed, settled
 from ..data.frames import chunk_index
 from ..envs.all import kind_of
 from ..envs.expert import offers
-from .cloning import TRAINS, Cloning, PracticeData, Successes
+from .cloning import Cloning, PracticeData, Successes
 from .episodes import Episode
 from ..train.config import stream_for
 
@@ -73,13 +73,9 @@ class DAgger(Cloning):
     expert = dict(label=True)
     @settled
     def __init__(self,
-        seed:int=0,
-        updates:Count()=300, # after each round
-        demo_share:SHARE=.5, # of a batch; the rest are labels
         most:Count(0)=0,     # labelled steps of a task that are learnt from in a round; 0: all
-        trains:Choice(TRAINS)="all", # which weights learn
-        rank:Count()=8       # of the adapters, for "lora"
-    ): super().__init__(seed, updates, demo_share, 0., trains, rank)
+        **cloning:Passed(Cloning, "tau") # what a batch has beside demonstrations are labels
+    ): super().__init__(tau=0., **cloning)
 
     def check(self, cfg):
         super().check(cfg)
@@ -104,7 +100,7 @@ class HGDAgger(DAgger):
         late:Count(0)=0, # step of an attempt from which the expert takes over; 0: never for that
         **more           # of `DAgger`
     ):
-        super().__init__(seed, **more)
+        super().__init__(seed=seed, **more)
         if gate is None and not late: raise ValueError("with gate None and late 0 the expert never takes over; set one of them")
         self.expert = dict(gate=gate, late=late)
 

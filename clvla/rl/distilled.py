@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.batch import first_weights
 from ..core.names import STATE
 from ..core.seeds import seed_of
-from ..core.settings import ABOVE0, Count, Flag, SHARE, settled
+from ..core.settings import ABOVE0, Count, Passed, settled
 from .actor import mlp
 from .best_of_n import AGREE, NO_TOKEN, BestOfNMethod, planned
 from .chunk_critic import ChunkCritic, CriticLearner
@@ -136,25 +136,12 @@ class Distilled(BestOfNMethod):
     beside,remembers = ("noise", "draws"),BestOfNMethod.remembers|dict(winner="winner_learner")
     @settled
     def __init__(self,
-        seed:int=0,
-        updates:Count()=800,     # of the critic, after each round
-        N:Count(2)=32,           # draws of each observation, in attempts and in learning
         reads:NO_TOKEN="tokens", # what actor and critic read
-        random_share:SHARE=.1,   # of the attempts' chunks that are not chosen
         hidden:Count()=256,      # width of the actor's layers
-        sample:Count()=256,      # rows in an update
-        mc:SHARE=.5,             # share of the episode's return in the critic's target
-        gamma:SHARE=.99,         # discount per step
-        critic_lr:ABOVE0=3e-4,   # of AdamW
-        actor_lr:ABOVE0=3e-4,    # the same, of the actor
-        critic_hidden:Count()=128, # width of the critic's layers
-        members:Count()=4,       # of the critic's ensemble
-        capacity:Count(1000)=50_000, # observations in the replay
-        shuffled:Flag()=False,   # control: chunks are dealt out to other observations
-        actor_every:Count()=4    # updates of the critic for one of the actor
-    ):
-        super().__init__(seed, updates, N, reads, random_share=random_share, sample=sample, mc=mc, gamma=gamma, critic_lr=critic_lr,
-                         critic_hidden=critic_hidden, members=members, capacity=capacity, shuffled=shuffled)
+        actor_lr:ABOVE0=3e-4,    # of AdamW, of the actor
+        actor_every:Count()=4,   # updates of the critic for one of the actor
+        **best:Passed(BestOfNMethod, "token", "token_updates")
+    ): super().__init__(reads=reads, **best)
 
     def nets(self)->dict: return dict(critic=self.learner.held, actor=self.winner_learner.held)
 

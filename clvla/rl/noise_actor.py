@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from ..core.batch import first_weights, take, torch_rng
 from ..core.names import STATE
-from ..core.settings import ABOVE0, Count, Flag, Number, SHARE, settled
+from ..core.settings import ABOVE0, Count, Number, Passed, settled
 from .actor import check_chunks, mlp
 from .best_of_n import AGREE, NO_TOKEN, BestOfNMethod, critic_state, planned
 from .chunk_critic import ChunkCritic, CriticLearner
@@ -212,25 +212,14 @@ class DSRL(BestOfNMethod):
     kept,remembers = ("x", "noise", "draws"),BestOfNMethod.remembers|dict(noise_learner="noise_learner")
     @settled
     def __init__(self,
-        seed:int=0,
-        updates:Count()=800,     # of each network, after each round
         reads:NO_TOKEN="tokens", # what they read
         noises:Count(2)=8,       # K, asked of the head for each state
         alpha:Number(0)=.4,      # weight of the divergence from the prior
         bound:ABOVE0=1.5,        # largest mean of each number of the noise
         hidden:Count()=256,      # width of the actor's layers
-        sample:Count()=256,      # rows in an update
-        mc:SHARE=.5,             # share of the episode's return in the critic's target
-        gamma:SHARE=.99,         # discount per step
-        critic_lr:ABOVE0=3e-4,   # of AdamW
-        actor_lr:ABOVE0=3e-4,    # of actor and critic of noises
-        critic_hidden:Count()=128, # width of the critics' layers
-        members:Count()=4,       # of the critic of chunks
-        capacity:Count(1000)=50_000, # observations in the replay
-        shuffled:Flag()=False    # control: chunks are dealt out to other observations
-    ):
-        super().__init__(seed, updates, reads=reads, sample=sample, mc=mc, gamma=gamma, critic_lr=critic_lr,
-                         critic_hidden=critic_hidden, members=members, capacity=capacity, shuffled=shuffled)
+        actor_lr:ABOVE0=3e-4,    # of AdamW, of actor and critic of noises
+        **best:Passed(BestOfNMethod, "N", "token", "token_updates", "random_share")
+    ): super().__init__(reads=reads, **best)
 
     def nets(self)->dict: return dict(critic=self.learner.held)|self.noise_learner.held
     def end(self): pass   # nothing is switched on after the first round: the actor plays from the start

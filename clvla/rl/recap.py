@@ -17,7 +17,7 @@ from ..core.batch import to_device, torch_rng
 from ..core.files import sha256
 from ..core.names import PROMPT, STATE, TASK_ID
 from ..core.seeds import np_rng
-from ..core.settings import ABOVE0, Choice, Count, Flag, Number, SHARE, settled
+from ..core.settings import ABOVE0, Count, Flag, Number, Passed, settled, SHARE
 from ..data.frames import chunk_index
 from ..data.loader import TaskData
 from ..policies.base import Context, Policy, encoded
@@ -25,7 +25,7 @@ from ..policies.heads import FlowHead
 from ..policies.weights import note_frozen
 from .attempt_values import Values, advantages_of, fit_values, returns_of, unseen_values   # other pages take all five from here
 from .best_of_n import NO_TOKEN, critic_state
-from .cloning import TRAINS, Cloning, CloningLoader, PracticeData, Successes
+from .cloning import Cloning, CloningLoader, PracticeData, Successes
 from .corrections import check_experts
 from .episodes import Episode, load_episodes
 from .token_policy import FrozenPolicy, check_base, sizes_of
@@ -144,9 +144,6 @@ class Recap(Cloning):
     loads = IndicatorLoader
     @settled
     def __init__(self,
-        seed:int=0,
-        updates:Count()=300,   # of the policy, after each round
-        demo_share:SHARE=.5,   # of a batch; the rest are attempts
         positive:SHARE=.4,     # share of a task's samples that are positive; 1: all, which is cloning of everything
         lookahead:Count(0)=0,  # N of eq. 2, steps; 0: those of a chunk
         drop:SHARE=.3,         # share of the samples that are not told
@@ -159,13 +156,12 @@ class Recap(Cloning):
         logs:str="",           # a former run of practice, whose attempts are learnt from, too
         gate:Number(0, none=True)=None, # an expert takes over, as in `hg_dagger`; None: not for that
         late:Count(0)=0,       # step from which it does; 0: not for that
-        trains:Choice(TRAINS)="all", # which weights learn
-        rank:Count()=8,        # of the adapters, for "lora"
         folds:Count()=4,       # parts of the attempts, each judged by a value that learnt from the others
-        shuffled:Flag()=False  # control: indicators are dealt out to other samples of the task
+        shuffled:Flag()=False, # control: indicators are dealt out to other samples of the task
+        **cloning:Passed(Cloning, "tau")
     ):
-        super().__init__(seed, updates, demo_share, 0., trains, rank)
-        if demo_share == 1: raise ValueError("demo_share is 1, which leaves no place for attempts; take algo cloning, or lower it")
+        super().__init__(tau=0., **cloning)
+        if self.demo_share == 1: raise ValueError("demo_share is 1, which leaves no place for attempts; take algo cloning, or lower it")
         self.logs = logs
         if gate is not None or late: self.expert = dict(gate=gate, late=late)
         self.looked,self.numbers = [],{}   # `Looked` of each attempt; for the log
