@@ -27,8 +27,9 @@ def closest(
     known      # what there is
 )->str:        # "; did you mean ...?" or the list of names
     "The end of an error message for a name that does not exist."
-    near = difflib.get_close_matches(str(name), [str(k) for k in known], 1, .5)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(map(str, known))}"
+    near = difflib.get_close_matches(str(name), [str(k) for k in known], 3, .5)
+    swapped = [k for k in near if sorted(k) == sorted(str(name))]   # letters that changed places: "mri" is mir sooner than mlr
+    return f"; did you mean {(swapped or near)[0]!r}?" if near else f"; there are: {', '.join(map(str, known))}"
 
 # %% ../../nbs/core/00_names.ipynb #e1a0b002
 def place(
