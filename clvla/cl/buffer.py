@@ -72,7 +72,9 @@ def slots(
 # %% ../../nbs/cl/03_buffer.ipynb #613ea1f2
 class Size(Count):
     "Frames of all tasks together, or their bytes as text, or None."
-    def __init__(self): super().__init__(); self.type,self.none = int|str|None,True
+    def __init__(self):
+        super().__init__()
+        self.type,self.none = int|str|None,True
     def allows(self, value): return isinstance(value, str) or super().allows(value)
     def __repr__(self): return f"{self}, or bytes as '50 MB', or None"
 

@@ -212,7 +212,8 @@ def key_of(cfg, without=())->str:
 # %% ../../nbs/command/05_entries.ipynb #8da1560c
 def _look(cfg)->str:
     "What is wrong with a config, as its page says it; \"\" where nothing is."
-    try: check_eval(cfg) if isinstance(cfg, EvalConfig) else checks[cfg.learner](cfg)
+    check = check_eval if isinstance(cfg, EvalConfig) else checks[cfg.learner]
+    try: check(cfg)
     except (ValueError, ImportError, OSError) as e: return str(e)
     return ""
 

@@ -73,9 +73,10 @@ class DAgger(Cloning):
     expert = dict(label=True)
     @settled
     def __init__(self,
+        seed:int=0,
         most:Count(0)=0,     # labelled steps of a task that are learnt from in a round; 0: all
         **cloning:Passed(Cloning, "tau") # what a batch has beside demonstrations are labels
-    ): super().__init__(tau=0., **cloning)
+    ): super().__init__(seed, tau=0., **cloning)
 
     def check(self, cfg):
         super().check(cfg)
@@ -100,7 +101,7 @@ class HGDAgger(DAgger):
         late:Count(0)=0, # step of an attempt from which the expert takes over; 0: never for that
         **more           # of `DAgger`
     ):
-        super().__init__(seed=seed, **more)
+        super().__init__(seed, **more)
         if gate is None and not late: raise ValueError("with gate None and late 0 the expert never takes over; set one of them")
         self.expert = dict(gate=gate, late=late)
 

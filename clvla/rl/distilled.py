@@ -136,12 +136,13 @@ class Distilled(BestOfNMethod):
     beside,remembers = ("noise", "draws"),BestOfNMethod.remembers|dict(winner="winner_learner")
     @settled
     def __init__(self,
+        seed:int=0,
         reads:NO_TOKEN="tokens", # what actor and critic read
         hidden:Count()=256,      # width of the actor's layers
         actor_lr:ABOVE0=3e-4,    # of AdamW, of the actor
         actor_every:Count()=4,   # updates of the critic for one of the actor
         **best:Passed(BestOfNMethod, "token", "token_updates")
-    ): super().__init__(reads=reads, **best)
+    ): super().__init__(seed, reads=reads, **best)
 
     def nets(self)->dict: return dict(critic=self.learner.held, actor=self.winner_learner.held)
 

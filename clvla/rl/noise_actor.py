@@ -212,6 +212,7 @@ class DSRL(BestOfNMethod):
     kept,remembers = ("x", "noise", "draws"),BestOfNMethod.remembers|dict(noise_learner="noise_learner")
     @settled
     def __init__(self,
+        seed:int=0,
         reads:NO_TOKEN="tokens", # what they read
         noises:Count(2)=8,       # K, asked of the head for each state
         alpha:Number(0)=.4,      # weight of the divergence from the prior
@@ -219,7 +220,7 @@ class DSRL(BestOfNMethod):
         hidden:Count()=256,      # width of the actor's layers
         actor_lr:ABOVE0=3e-4,    # of AdamW, of actor and critic of noises
         **best:Passed(BestOfNMethod, "N", "token", "token_updates", "random_share")
-    ): super().__init__(reads=reads, **best)
+    ): super().__init__(seed, reads=reads, **best)
 
     def nets(self)->dict: return dict(critic=self.learner.held)|self.noise_learner.held
     def end(self): pass   # nothing is switched on after the first round: the actor plays from the start

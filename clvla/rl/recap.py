@@ -144,6 +144,7 @@ class Recap(Cloning):
     loads = IndicatorLoader
     @settled
     def __init__(self,
+        seed:int=0,
         positive:SHARE=.4,     # share of a task's samples that are positive; 1: all, which is cloning of everything
         lookahead:Count(0)=0,  # N of eq. 2, steps; 0: those of a chunk
         drop:SHARE=.3,         # share of the samples that are not told
@@ -160,7 +161,7 @@ class Recap(Cloning):
         shuffled:Flag()=False, # control: indicators are dealt out to other samples of the task
         **cloning:Passed(Cloning, "tau")
     ):
-        super().__init__(tau=0., **cloning)
+        super().__init__(seed, tau=0., **cloning)
         if self.demo_share == 1: raise ValueError("demo_share is 1, which leaves no place for attempts; take algo cloning, or lower it")
         self.logs = logs
         if gate is not None or late: self.expert = dict(gate=gate, late=late)
