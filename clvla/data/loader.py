@@ -63,7 +63,14 @@ def fetch(self:TaskData,
     idx          # (n,) frame numbers in its store
 )->dict:         # a processed batch with `task_id` and `index` filled in
     "The samples of one task at frames `idx`."
-    batch = self.processor(self.store(task_id).gather(idx, self.H)) | {TASK_ID: [task_id]*len(idx)}
+    return self._processed(self._recorded(task_id, idx))
+
+@patch
+def _recorded(self:TaskData, task_id, idx)->dict: return self.store(task_id).gather(idx, self.H) | {TASK_ID: [task_id]*len(idx)}
+
+@patch
+def _processed(self:TaskData, raw:dict)->dict:
+    batch = self.processor(raw)
     return batch if self.prepare is None else self.prepare(batch)
 
 @patch
@@ -81,11 +88,11 @@ def fetch_refs(self:TaskData,
 
 @patch
 def read_refs(self:TaskData, refs:list)->dict:
-    "The samples that the references name, read now."
+    "The samples that the references name, read now: one read a task, and all of them processed together."
     rows = {}
     for row,(task_id,_) in enumerate(refs): rows.setdefault(task_id, []).append(row)
-    batch = cat(*(self.fetch(k, [refs[r][1] for r in of]) for k,of in rows.items()))
-    return batch if len(rows) == 1 else take(batch, np.argsort([r for of in rows.values() for r in of]))
+    raw = cat(*(self._recorded(k, [refs[r][1] for r in of]) for k,of in rows.items()))
+    return self._processed(raw if len(rows) == 1 else take(raw, np.argsort([r for of in rows.values() for r in of])))
 
 TaskData._expected,TaskData._reader = (),None   # lists of references with what was read of them; the thread
 
