@@ -107,5 +107,5 @@ def verdict_table(
     rows:list # of (dict of words, `ClaimVerdict`)
 )->pd.DataFrame:
     "One row for each claim: its words, then what was found."
-    def row(v): return dict(seeds=v.n, difference=f"{v.difference:+.1f} [{v.low:.1f}, {v.high:.1f}]", could=round(v.could, 1), verdict=v.says)
+    def row(v): return dict(seeds=v.n, difference=f"{v.difference:+.1f} [{v.low:.1f}, {v.high:.1f}]", interest=v.smallest, could=round(v.could, 1), verdict=v.says)
     return pd.DataFrame([words | row(v) for words,v in rows])
