@@ -171,6 +171,19 @@ def test_eval_compare_and_metrics(er, home, capsys):
     assert both["runs"] == {"n_trials=2": [str(path)], "n_trials=3": [found["path"]]} and len(both["paired"]) == 1
 
 
+def test_a_run_s_earlier_tasks_are_probed(er, tmp_path, capsys):
+    "A table and one number beside the metrics; a file of numbers has no checkpoint to probe."
+    path,_ = er
+    assert main(["metrics", str(path), "--recovery", "--json"]) == 0
+    probes = json.loads(capsys.readouterr().out)["recovery"]
+    assert [p["task"] for p in probes] == ["left"] and all(len(p["again"]["curve"]) > 0 for p in probes)
+    assert main(["metrics", str(path), "--recovery"]) == 0
+    out = capsys.readouterr().out
+    assert "savings: " in out or "no earlier task had any success" in out
+    (tmp_path/"m.csv").write_text(",a\na,100\n")
+    assert main(["metrics", str(tmp_path/"m.csv"), "--recovery"]) == 1 and "needs the folder of a run" in capsys.readouterr().err
+
+
 def test_anybodys_matrix(tmp_path, capsys):
     "Metrics that a person can compute: BWT is the mean of .5-1 and .75-.5."
     (tmp_path/"m.csv").write_text(",a,b,c\na,100,,\nb,60,50,\nc,50,75,90\n")

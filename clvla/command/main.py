@@ -48,6 +48,7 @@ def usage()->str:
 OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything else on the standard error"),
                page=dict(metavar="FILE", help="execute the page instead, and leave it there"),
                write=dict(action="store_true", help="also write matrix.csv and metrics.csv into the folder"),
+               recovery=dict(action="store_true", help="also train copies of the last checkpoint: how fast each earlier task comes back, against fresh weights"),
                repair=dict(action="store_true", help="write the file as the frames say"),
                seeds=dict(metavar="N", type=int, default=1, help="of each run (default 1)"),
                parallel=dict(metavar="N", type=int, default=1, help="runs at the same time (default 1)"),
@@ -64,7 +65,7 @@ OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything e
                data_dir=dict(metavar="DIR", default="", help="of the data; else $CLVLA_DATA, or ~/.cache/clvla"),
                runs=dict(metavar="DIR", default="runs", help="folder of the runs"))
 HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
-    demo=("json",), metrics=("write", "json"), stats=("repair", "json"),
+    demo=("json",), metrics=("write", "recovery", "json"), stats=("repair", "json"),
     **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), serve=("host", "port", "seed", "device", "cameras", "trust"), list=("runs", "json"),
     cache=("data_dir", "delete", "json"), doctor=("data_dir", "runs", "json"))
 
@@ -146,13 +147,15 @@ def of_metrics(command:str, words:Words, o):
     with loading(): from clvla.command import runs
     path = runs.one_of(words, command)
     if Path(path).is_file():
+        if o.recovery: raise ValueError(f"{path} is a file, and --recovery needs the folder of a run with its checkpoints")
         m = runs.read_matrix(path)
         d = runs.matrix_facts(m)
         lines = [f"{k:<12} {v['value']:6.1f}" for k,v in d["metrics"].items() if v["value"] is not None]
         return d,"\n".join([runs.matrix_text(m), "", *lines])
     r = runs.reached(runs.measured_at(path))
     files = runs.write_tables(r) if o.write else []
-    return runs.facts(r),"\n".join([runs.told(r), *(f"written: {file}" for file in files)])
+    probes,text = runs.recovered(path) if o.recovery else ([],"")
+    return runs.facts(r) | (dict(recovery=probes) if o.recovery else {}),"\n".join([runs.told(r), *["", text]*o.recovery, *(f"written: {file}" for file in files)])
 
 def of_state(command:str, words:Words, o):
     "Watch a run, or stop it."

@@ -6,7 +6,8 @@
 __all__ = ['LEARNERS', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached', 'finite',
            'rows_of', 'facts', 'shown', 'told', 'begin', 'one_of', 'more_episodes', 'evaluated', 'side_by_side',
            'comparison_text', 'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts', 'measured_at',
-           'write_tables', 'audited', 'asked', 'serve', 'state_text', 'results_text', 'has_blocks', 'watch', 'say_news']
+           'write_tables', 'recovered', 'audited', 'asked', 'serve', 'state_text', 'results_text', 'has_blocks',
+           'watch', 'say_news']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
 import csv, json, sys, threading, time
@@ -261,6 +262,17 @@ def write_tables(r:Reached)->list:
     pd.DataFrame(r.matrix.R, index=list(r.stages), columns=list(r.tasks)).to_csv(files[0])
     r.metrics.drop(columns="formula").to_csv(files[1], index=False)
     return files
+
+# %% ../../nbs/command/01_runs.ipynb #54f908b4
+def recovered(
+    path # a run's folder
+)->tuple:
+    "How a run's earlier tasks come back: the probes, and the text."
+    from clvla.train.recovery import probe_run, probe_table, savings_of
+    probes = probe_run(path)
+    known = [p for p in probes if p["old"]]   # what was never done cannot come back
+    said = f"savings: {100*savings_of(known):.0f} percent of the updates that fresh weights need" if known else "no earlier task had any success to come back to"
+    return probes,"\n".join([probe_table(probes).round(0).to_string(index=False), said])
 
 # %% ../../nbs/command/01_runs.ipynb #fe021991
 def audited(words:Words)->tuple:
