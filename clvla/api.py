@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from .crl.config import AgentConfig
 from .crl.curves import draw, seeds_table, together
 from .crl.learner import curves_from, curves_of
-from .eval.budgets import agreeing, budget_points, budget_table
+from .eval.budgets import agreeing, budget_points, budget_table, spent_of
 from .eval.compare import (CompareConfig, baseline_of, cost_table, difference_points, find_runs, group, mean_lines, metric_points, paired_table, summary,
                                 wide)
 from .eval.metrics import SuccessMatrix
@@ -209,8 +209,16 @@ def forgotten(self:Comparison)->dict:
 
 @patch
 def budget_parts(self:Comparison)->dict:
-    "Heading -> figure or table of the budget that is held equal; {} for none."
-    return {"Budgets": self.budgets, "Success over the budget": self.over_budget()} if self.equal else {}
+    "Heading -> what is held equal, and success over each other budget that two groups or more have recorded; {} where nothing was."
+    held = {"Budgets": self.budgets, "Success over the budget": self.over_budget()} if self.equal else {}
+    if "ASR" not in set(self.summary.metric): return held
+    known = [kind for kind in ("bytes", "core_seconds", "samples") if kind != self.equal and self.n_recorded(kind) > 1]
+    return held | {f"Success over {kind.replace('_', ' ')}": budget_points(self.groups, kind, None, self.n_boot, self.seed) for kind in known}
+
+@patch
+def n_recorded(self:Comparison, kind:str)->int:
+    "How many groups have counted a budget in every run."
+    return sum(all(spent_of(r, kind) is not None for r in rs) for rs in self.groups.values())
 
 # %% ../nbs/00_api.ipynb #9c9bf407
 @patch

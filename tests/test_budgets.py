@@ -71,7 +71,9 @@ def test_only_equal_budgets_are_paired(runs):
     c = compared(CompareConfig(runs=[str(runs[k]) for k in ("er", "derpp", "joint")], equal="samples"), n_boot=20)
     assert c.baseline == "er" and c.paired.group.tolist() == ["joint"]
     assert dict(zip(c.budgets.group, c.budgets.says)) == dict(derpp="left out: 50 % more", joint="agrees")
-    assert {"Budgets", "Success over the budget"} <= set(c.parts())
+    assert {"Budgets", "Success over the budget", "Success over bytes", "Success over core seconds"} <= set(c.parts()) and "Success over samples" not in c.parts()
+    c.equal = ""
+    assert {"Success over bytes", "Success over core seconds", "Success over samples"} <= set(c.parts()) and "Budgets" not in c.parts()
     with pytest.raises(ValueError, match="did you mean 'samples'"): compared(CompareConfig(runs=[str(runs["er"])], equal="sample"))
     assert budget_table(c.groups, "er", "samples", .6).says.tolist() == ["agrees", "agrees"]
 
