@@ -33,6 +33,7 @@ from ..run.report import losses_of, stream_of
 from ..run.terminal import loss_line, success_line
 from ..run.watch import Run
 from ..train.eval_config import EvalConfig, check_eval, each_of
+from ..train.recovery import probe_run, probe_table, savings_of
 from ..train.serve import PolicyServer, serving
 from ..train.validity import audit_stream, plan_text, runs_of
 from .words import Words, defaults_of, page_file
@@ -268,7 +269,6 @@ def recovered(
     path # a run's folder
 )->tuple:
     "How a run's earlier tasks come back: the probes, and the text."
-    from clvla.train.recovery import probe_run, probe_table, savings_of
     probes = probe_run(path)
     known = [p for p in probes if p["old"]]   # what was never done cannot come back
     said = f"savings: {100*savings_of(known):.0f} percent of the updates that fresh weights need" if known else "no earlier task had any success to come back to"
