@@ -421,3 +421,17 @@ def test_actor_critics_that_lost_power_end_with_the_same_bits(tmp_path, algo, kw
         m.setattr(IMPALA, "publish", publish)
         with pytest.raises(Crash): run("cut")
     assert fingerprint(run("cut").path) == fingerprint(whole.path)
+
+
+def test_a_checkpoint_is_evaluated_beside_its_tasks_on_their_pairs():
+    "By default the pairs of the tasks that were trained so far are played, too, as in the run itself."
+    from types import SimpleNamespace as NS
+    from clvla.crl.evaluate import cells_of
+    from clvla.crl.experiment import PAIR, make_experiment
+    exp = make_experiment("procgen_few_6", cycles=2)
+    cells = lambda evaluate, t, ids=exp.stream.ids: cells_of(NS(cfg=NS(evaluate=evaluate), ids=tuple(ids)), NS(exp=exp), t)
+    assert set(exp.pairs.values()) == {i+PAIR for i in exp.trained} and len(exp.trained) == 6
+    for t in range(12):
+        trained = exp.trained[:t+1]
+        assert cells("lower", t) == [i for i in exp.stream.ids if i.removesuffix(PAIR) in trained]
+    assert cells("full", 0) == list(exp.stream.ids) and cells("lower", 0, exp.trained[1:]) == []

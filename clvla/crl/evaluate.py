@@ -72,7 +72,7 @@ def cells_of(
     "The tasks that a checkpoint is evaluated on: all (full), or those that were trained so far, each with the one evaluated beside it (lower)."
     if evaluation.cfg.evaluate == "full": return list(evaluation.ids)
     trained = [stage.task_id for stage in learner.exp.stages[:t+1]]
-    tried = {*trained, *(pair for pair,i in learner.exp.pairs.items() if i in trained)}
+    tried = {*trained, *(pair for i,pair in learner.exp.pairs.items() if i in trained)}
     return [i for i in evaluation.ids if i in tried]
 
 # %% ../../nbs/crl/23_evaluate.ipynb #d139710c

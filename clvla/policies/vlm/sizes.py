@@ -41,7 +41,7 @@ def counted(
 )->tuple: # operations of layers, operations of attention
     "What a call computes."
     with FlopCounterMode(display=False) as counter: call()
-    of = {str(op).split(".")[-1]: n for op,n in counter.get_flop_counts()["Global"].items()}
+    of = {str(op).split(".")[-1]: n for op,n in counter.get_flop_counts().get("Global", {}).items()}
     layers = sum(of.get(op, 0) for op in ("mm", "addmm", "convolution"))
     return layers,sum(of.values())-layers
 
