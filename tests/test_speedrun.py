@@ -48,7 +48,33 @@ def test_what_only_a_run_can_know_is_named(made, monkeypatch, key, value):
     monkeypatch.setattr(speedrun, "record_of", lambda *a: copy.deepcopy(made[2]))
     assert verify(sub, record, TRACK, say=len) == [f"{key} of seed 1: differs from the record's"]
     record["versions"]["torch"] = "0"
-    assert "torch 0 ->" in verify(sub, record, TRACK, say=len)[1]
+    lines = []
+    assert verify(sub, record, TRACK, say=lines.append) == [] and "torch 0 ->" in lines[-1] and "the bound holds" in lines[-1]
+    monkeypatch.setattr(speedrun, "record_of", lambda *a: copy.deepcopy(made[2]) | dict(low=-.1))
+    found = verify(sub, record, TRACK, say=len)
+    assert "torch 0 ->" in found[1] and found[2].startswith("goal: the lower bound is")
+
+
+def test_a_record_that_was_timed_in_turn_beats_that_clock(made, tmp_path):
+    "And is refused where another record than the newest was timed, or one with other weights."
+    folder, sub, record = made
+    old = [dict(a, core_seconds=a["core_seconds"]) for a in record["attempts"]]
+    enter(record, tmp_path/"r.jsonl", TRACK)
+    slow = record | dict(name="later", clock=record["clock"]+5)
+    def beside(**kw): return slow | dict(beside=dict(name=record["name"], clock=record["clock"]+9, attempts=old) | kw)
+    with pytest.raises(ValueError, match="the newest record is"): enter(beside(name="other"), tmp_path/"r.jsonl", TRACK)
+    changed = [dict(old[0], fingerprint="0"*64), old[1]]
+    with pytest.raises(ValueError, match="weights with seed 0 are not those"): enter(beside(attempts=changed), tmp_path/"r.jsonl", TRACK)
+    with pytest.raises(ValueError, match="seconds and"): enter(beside(clock=record["clock"]+5), tmp_path/"r.jsonl", TRACK)
+    enter(beside(), tmp_path/"r.jsonl", TRACK)
+
+
+
+def test_the_newest_record_is_trained_in_turn(made, tmp_path):
+    folder, sub, record = made
+    both = record_of(submission(tmp_path, "two", more=", budget: {right: 8}"), TRACK, beat=sub)
+    assert [a["fingerprint"] for a in both["beside"]["attempts"]] == [a["fingerprint"] for a in record["attempts"]]
+    assert both["beside"]["name"] == "one" and not any("won" in a for a in both["beside"]["attempts"]) and both["clock"] > 0
 
 
 def test_settings_and_files_belong_to_the_submission(made):
