@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Recovery', 'savings', 'recover', 'on_selected', 'savings_of', 'probe_run', 'reached_on', 'points_of', 'freed',
-           'probe_table']
+           'check_probe', 'probe_table']
 
 # %% ../../nbs/train/19_recovery.ipynb #7f5bb004
 import copy
@@ -98,9 +98,10 @@ def probe_run(
     curves:dict|None=None, # task id -> curve of fresh weights, of a run with the same seed and model; what is missing is added
     say=len       # told what happens
 )->list:          # of dict(task, old, left, again, anew), one for each task but the last; again, anew: fields of a `Recovery`
-    "How the earlier tasks of a run come back; ValueError where it has no checkpoint of one of them."
-    last,stream,policy,processor,_ = newest_point(run_dir, say=say)
+    "How the earlier tasks of a run come back; ValueError where it has no checkpoint of one of them, or what plays is not one policy."
+    last,stream,policy,processor,algo = newest_point(run_dir, say=say)
     cfg,curves = read_config(run_dir),{} if curves is None else curves
+    check_probe(cfg, algo, stream)
     data = TaskData(prepare(stream, cfg, say), processor, cfg.chunk)
     fresh = build_policy(cfg, data.state_dim, data.action_dim, data.pixels, data.n_actions)
     points,found = points_of(last.parent, stream.ids[:-1]),[]
@@ -109,7 +110,7 @@ def probe_run(
             play = on_selected(player, processor, task, n, cfg.seed)
             old,left = play(load_point(point, cfg, stream)[0]),play(policy)
             if task not in curves: curves[task] = recover(fresh, cfg, stream, data, task, play, 2., every, most).curve
-            again = recover(freed(policy), cfg, stream, data, task, play, share*old, every, most)
+            again = recover(freed(policy, fresh), cfg, stream, data, task, play, share*old, every, most)
             found.append(dict(task=task, old=old, left=left, again=vars(again), anew=vars(reached_on(curves[task], share*old))))
     return found
 
@@ -132,11 +133,24 @@ def points_of(
         raise ValueError(f"{folder} has no checkpoint after task {missing[0]!r}, found those after {', '.join(there)}; a probe needs the one after each task")
     return {task: there[task] for task in tasks}
 
-def freed(policy):
-    "A copy all of whose weights may move."
-    policy = copy.deepcopy(policy)
-    for p in policy.parameters(): p.requires_grad_(True)
+def freed(
+    policy,
+    fresh # as the run began it
+):        # a copy
+    "A policy whose weights may move where those of a fresh one may; what an algorithm has added stays as it is."
+    policy,trained = copy.deepcopy(policy),{n for n,p in fresh.named_parameters() if p.requires_grad}
+    for n,p in policy.named_parameters(): p.requires_grad_(p.requires_grad or n in trained)
     return policy
+
+def check_probe(
+    cfg,   # of a run
+    algo,  # as its last checkpoint left it
+    stream
+):
+    "ValueError for a run that a probe says nothing about."
+    if cfg.learner != "imitation": raise ValueError(f"{cfg.run_dir} is a run of learner {cfg.learner!r}; a probe imitates demonstrations, so it needs a run of imitation")
+    if keyed := [task for task in stream.ids if algo.eval_key(task) is not None]:
+        raise ValueError(f"{cfg.cl!r} changes the policy for task {keyed[0]!r} when it is played, and a probe trains and plays one policy for all tasks")
 
 # %% ../../nbs/train/19_recovery.ipynb #a3ba9787
 def probe_table(

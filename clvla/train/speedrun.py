@@ -230,9 +230,11 @@ def verify(
     say(f"{sub.name}: {now['clock']} seconds here, {record['clock']} in the record; success {100*now['mean']:.1f}, bound {100*now['low']:.1f}")
     if not (found and changed): return found
     other = f"versions: {', '.join(changed)}; equal bits are promised for equal versions"
-    if now["low"] < track.goal: return [*found, other, f"goal: the lower bound is {now['low']:.3f} here, and the goal {track.goal}"]
-    say(f"{other}. The bits differ, and the bound holds")
-    return []
+    if now["low"] < track.goal: found.append(f"goal: the lower bound is {now['low']:.3f} here, and the goal {track.goal}")
+    elif all(line.startswith(("fingerprint", "won")) for line in found):   # samples and bytes are the same everywhere
+        say(f"{other}. The bits differ, and the bound holds")
+        return []
+    return [*found, other]
 
 # %% ../../nbs/train/18_speedrun.ipynb #05e0b019
 def record_table(
