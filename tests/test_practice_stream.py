@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from clvla.core.files import read_json
 from clvla.core.state import load_state, save_state
 from clvla.core.trials import use_of
 from clvla.data.loader import TaskData
+from clvla.data.streams import Stream, Task
 from clvla.eval.compare import group, read_runs, summary
 from clvla.eval.metrics import from_records
 from clvla.policies.all import load_policy
@@ -81,6 +83,17 @@ def test_a_task_that_comes_again_goes_on_to_other_starts(data, tmp_path):
     run = practise(config(data, tmp_path/"run", **TINY | dict(cycles=2)), say=len)
     starts = [{e.trial for e in load_episodes(run.path/f"practice/round-{r:03d}.safetensors")} for r in range(8)]
     assert len(run.logs()) and not (starts[0] | starts[1]) & (starts[4] | starts[5]) and starts[0] == starts[2] and starts[4] == starts[6]
+
+
+@pytest.mark.parametrize("scope, seen", [("current", [["left"], ["right"], ["left"], ["right"]]),
+                                         ("seen", [["left"], ["left", "right"], ["left", "right"], ["left", "right"]])])
+def test_the_current_tasks_are_those_of_the_stages(scope, seen):
+    "Also where a task comes again, and where a task that is only evaluated stands between two that are practised."
+    task = lambda name, **kw: Task(name, name, name, **kw)
+    tasks = [task("left"), task("probe", trained=False), task("right")]
+    ctx = PracticeContext(cfg=PracticeConfig(stream=True), tasks=tasks, policy=None, processor=None, data=None, stream=Stream("two", tasks, cycles=2),
+                          cl=SimpleNamespace(scope=scope))
+    assert [ctx.current(stage) for stage in stages_of(ctx.cfg, ctx.stream, 1)] == seen
 
 
 def test_together_and_along_have_one_base_and_equal_first_rounds(data, tmp_path, done):

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..cl.base import CLContext, call_hook, scope_ids
+from ..cl.base import CLContext, call_hook
 from ..cl.engine import Engine, Loop, cl_step
 from ..core.batch import cat, take, torch_rng
 from ..core.names import ACTION, INDEX, PAD, PROMPT, STATE, TASK_ID
@@ -114,13 +114,15 @@ class PracticeData(TaskData):
         batch = self.processor(self.own.gather(idx))
         return batch if self.prepare is None else self.prepare(batch)
 
-    def fetch(self, task_id:str, idx)->dict:
-        idx,n = np.asarray(idx, np.int64),self.demos.n_frames(task_id)
-        is_own = idx >= n
-        parts = []
-        if (~is_own).any(): parts.append(super().fetch(task_id, idx[~is_own]))
-        if is_own.any(): parts.append(self.samples(np.array(self.own.index[task_id])[idx[is_own]-n]))
-        return parts[0] if len(parts) == 1 else take(cat(*parts), np.argsort(np.argsort(is_own, kind="stable")))
+    def fetch(self, task_id:str, idx)->dict: return self.read_refs([(task_id, int(i)) for i in idx])
+
+    def read_refs(self, refs:list)->dict:
+        "Own samples are processed apart from the demonstrations: `prepare` of a method may say more of those."
+        n = {k: self.demos.n_frames(k) for k in {k for k,_ in refs}}
+        is_own = np.array([i >= n[k] for k,i in refs], bool)
+        known = super().read_refs([ref for ref in refs if ref[1] < n[ref[0]]]) if not is_own.all() else {}
+        own = self.samples([self.own.index[k][i-n[k]] for k,i in refs if i >= n[k]]) if is_own.any() else {}
+        return take(cat(known, own), np.argsort(np.argsort(is_own, kind="stable")))
 
 # %% ../../nbs/rl/11_cloning.ipynb #c11000a9
 class CloningLoader:
@@ -226,7 +228,7 @@ class Cloning(Method):
 def enter(self:Cloning, stage):
     "Make the loader and the context of the hooks."
     ctx = self.ctx
-    ids = scope_ids(ctx.cl.scope, ctx.stream.ids, stage.t) if ctx.cfg.stream else stage.task_ids   # "seen": of finished tasks, too
+    ids = ctx.current(stage)   # "seen": of finished tasks, too
     self.loader = self.loads(self.data, ids, self.seed, self.demo_share, self.k)
     self.stage = CLContext(policy=self.policy, stream=self.ctx.stream, data=self.data, loader=self.loader,
                            seed=self.seed, task_id=stage.name, t=stage.t, n_steps=stage.n_steps)

@@ -7,7 +7,7 @@ __all__ = ['PracticeContext', 'Method', 'check_method']
 
 # %% ../../nbs/rl/10_method.ipynb #a1000002
 from dataclasses import dataclass, field
-from ..cl.base import CLAlgorithm
+from ..cl.base import CLAlgorithm, scope_ids
 from ..core.settings import Count, settled
 from ..policies.heads import heads
 from ..policies.weights import stored_weights
@@ -27,6 +27,11 @@ class PracticeContext:
     part:tuple = (0, 1)    # number of this process, and of how many, for a method whose processes learn together
     cl:CLAlgorithm = field(default_factory=CLAlgorithm)   # against forgetting, along a stream; this one does nothing
     new_cl:object = CLAlgorithm   # makes another one like it, for a method with several networks that learn
+
+    def current(self, stage)->list:
+        "Ids of the tasks whose samples are the current ones at `stage`, as the algorithm's scope says."
+        if not self.cfg.stream: return stage.task_ids
+        return scope_ids(self.cl.scope, [s.task.id for s in self.stream.stages], stage.t)
 
 # %% ../../nbs/rl/10_method.ipynb #a1000009
 class Method:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..cl.base import CLContext, call_hook, scope_ids
+from ..cl.base import CLContext, call_hook
 from ..core.batch import first_weights, to_device, torch_rng
 from ..core.seeds import seed_of
 from ..core.settings import ABOVE0, Count, SHARE, settled
@@ -138,7 +138,7 @@ def enter(self:TokenMethod, stage):
     "Let the algorithms hold the networks; what is drawn is of the stage's tasks."
     ctx,nets = self.ctx,self.nets()
     self.make_algos()
-    if self.source: self.source.begin(scope_ids(ctx.cl.scope, ctx.stream.ids, stage.t) if ctx.cfg.stream else stage.task_ids, stage.t)
+    if self.source: self.source.begin(ctx.current(stage), stage.t)
     for name,net in nets.items():
         n_steps = max(1, stage.n_steps//getattr(net, "every", 1))
         data = self.source and self.source.seen_by(self.ask.get(name), "outputs" in self.algos[name].asks)
