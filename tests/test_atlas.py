@@ -183,3 +183,13 @@ def test_a_run_begins_with_the_checkpoints_numbers(tmp_path):
     other = dict(suite=dict(base="dot_3", tasks=["up"]), cl="sequential", init_from=str(begin))
     theirs, along, own = (read_json(p/"dataset_statistics.json") for p in (begin, run("along", stats="init", **other), run("own", **other)))
     assert along == theirs and own != theirs
+
+
+def test_runs_that_were_made_again_under_one_plan_are_refused(tmp_path):
+    "A page whose settings were changed appends its new runs below the old ones: no verdict may come from either without a word."
+    name = PLANNED[0]
+    plan, lines = read_plan(ATLAS/f"plans/{name}.yaml"), read_jsonl(ATLAS/f"records/{name}.jsonl")
+    for line in [*lines, *(x | dict(config=x["config"] | dict(steps_per_task=7)) for x in lines)]: append_jsonl(tmp_path/"r.jsonl", line)
+    with pytest.raises(ValueError, match="differ in steps_per_task"): planned_runs(tmp_path/"r.jsonl", plan)
+    for line in [*lines, lines[0]]: append_jsonl(tmp_path/"twice.jsonl", line)
+    with pytest.raises(ValueError, match="several runs of one seed"): planned_runs(tmp_path/"twice.jsonl", plan)

@@ -8,8 +8,8 @@ __all__ = ['planned_lines', 'planned_runs', 'core_minutes', 'Found', 'planned_ve
 # %% ../../nbs/run/28_planned.ipynb #ab618704
 from dataclasses import dataclass
 from ..core.records import read_jsonl
-from ..eval.compare import label
-from ..eval.followed import Followed, follow_runs
+from ..eval.compare import group
+from ..eval.followed import FREE, Followed, follow_runs
 from ..eval.plan import read_plan
 from ..eval.verdict import ClaimVerdict, judge_planned, judge_seeds
 from .kept import unpack
@@ -25,10 +25,10 @@ def planned_runs(
     file,     # a .jsonl file of kept runs
     plan:dict # checked (page eval/plan)
 )->dict:      # label, by the settings that the plan's `by` names -> Runs
-    "The kept runs of a plan."
-    groups = {}
-    for run in (unpack(line["name"], line) for line in planned_lines(file, plan)): groups.setdefault(label(run, plan["by"]), []).append(run)
-    return groups
+    "The kept runs of a plan; ValueError for two of one seed, or where those of a label differ in more than their seed."
+    runs = [unpack(line["name"], line) for line in planned_lines(file, plan)]
+    try: return group(runs, plan["by"], FREE)
+    except ValueError as e: raise ValueError(f"{file}, plan {plan['sha256'][:8]}: {e}. A page whose settings change is asked anew: keep the lines of one version, or write another plan") from e
 
 def core_minutes(file, plan:dict)->float:
     "Core minutes that the kept runs of a plan took; NaN where one of them was not made alone."
