@@ -14,9 +14,11 @@ from clvla.core.seeds import np_rng
 from clvla.crl.config import AgentConfig
 from clvla.eval.audit import audit
 from clvla.eval.compare import CompareConfig, group, read_runs
-from clvla.eval.followed import FREE, follow_results, follow_runs
+from clvla.eval.followed import FREE, Planned, follow_results, follow_runs
+from clvla.eval.metrics import metrics, plain
 from clvla.eval.plan import check_plan, plan_hash, read_plan
 from clvla.eval.results import read_results
+from clvla.eval.verdict import judge_planned
 from clvla.rl.config import PracticeConfig, base_config
 from clvla.run.config import identity, resolve
 from clvla.run.folder import RunFolder
@@ -278,3 +280,14 @@ def test_two_copies_of_one_method_are_seldom_told_apart(tmp_path):
         def __init__(self, v): self.scores = {"ASR": type("S", (), dict(value=v))}
     alarms = [decide(plan, [by_seeds(plan, "er", *({s: Fake(x) for s,x in enumerate(rng.binomial(20, np.clip(rng.normal(.6, .1, 5), 0, 1))/20)} for _ in "ab"))])[0].says == "shown" for _ in range(200)]
     assert np.mean(alarms) <= .07
+
+
+def test_a_claim_about_a_metric_that_is_no_share_is_not_judged_in_points(monkeypatch):
+    "One step less, of 5 that are of interest, had been told as 100 points."
+    monkeypatch.setitem(metrics, "steps", lambda records, stages, task_ids: 0.)
+    plan, found = check_plan(SAID | dict(endpoint="steps", smallest=5)), Planned("er", 5, -1., -2., .5, .2)
+    plain.add("steps")
+    try:
+        with pytest.raises(ValueError, match="is no share"): judge_planned("alike", plan, found)
+    finally: plain.discard("steps")
+    assert judge_planned("alike", check_plan(SAID), Planned("er", 5, -.01, -.02, .05, .2)).says == "holds"

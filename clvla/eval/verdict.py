@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from ..core.files import read_json
 from ..core.names import closest
+from .metrics import plain
 from .stats import t_interval
 
 # %% ../../nbs/eval/21_verdict.ipynb #ac27bb07
@@ -87,7 +88,8 @@ def judge_planned(
     plan:dict, # checked
     test       # of `Planned`: what `follow_runs` found about one method
 )->ClaimVerdict:
-    "The verdict by a plan's own test; ValueError where there were no runs."
+    "The verdict by a plan's own test; ValueError where there were no runs, or where its endpoint is no share."
+    if plan["endpoint"] in plain: raise ValueError(f"the plan's endpoint {plan['endpoint']!r} is no share, and a claim is judged in points; `follow_runs` says what the test found")
     if isnan(test.low): raise ValueError(f"{test.method}: the plan has {test.n} shared seeds, which have no interval; make its runs first")
     return judge(claim, test.difference, test.low, test.high, plan["smallest"], test.n, plan["alpha"])
 
