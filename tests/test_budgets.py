@@ -1,6 +1,7 @@
 "What a run stores of bytes, samples and core seconds, old folders, and comparisons at equal budgets."
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,9 +9,12 @@ from clvla.api import compared
 from clvla.cl.all import make_algo
 from clvla.core.config import read_cost
 from clvla.core.files import write_json
+from clvla.core.records import read_jsonl
 from clvla.eval.budgets import budget_table, spent_of
 from clvla.eval.compare import CompareConfig, read_run
-from clvla.run.folder import Cost
+from clvla.run import kept
+from clvla.run.config import resolve
+from clvla.run.folder import Cost, RunFolder
 from clvla.run.kept import pack, unpack
 from clvla.train.config import TrainConfig
 from clvla.train.learner import train_cl
@@ -88,3 +92,24 @@ def test_the_command_says_it(runs, capsys):
 @pytest.mark.parametrize("name", ["ewc", "lwf", "gdumb", "latent", "agem"])
 def test_every_memory_says_what_it_reads_again(name):
     assert make_algo(name, 0).frames_kept() == {}
+
+
+def test_a_kept_line_has_the_core_seconds_of_its_own_run_alone(tmp_path, monkeypatch):
+    "Neither those of the run that failed before it, nor less than all because an earlier call began it."
+    cfgs = {name: resolve(TrainConfig(**SMALL, seed=seed, run_dir=str(tmp_path/name))) for seed,name in enumerate(("begun", "first", "fails", "after", "last"))}
+    RunFolder(cfgs["begun"].run_dir).begin(cfgs["begun"])
+    write_json(tmp_path/"begun/cost.json", dict(seconds=dict(training=100.), core_seconds=dict(training=100.), peak_memory_gb=.1))
+    used = {"begun": 1., "first": 2., "fails": 50., "after": 3., "last": 4.}
+    clock = [0.]
+    monkeypatch.setattr(kept, "children_seconds", lambda: clock[0])
+    monkeypatch.setattr(kept, "pack", lambda path: {})
+    def sweep(paths, parallel, on_done):
+        for path in map(Path, paths):
+            clock[0] += used[path.name]
+            if path.name == "fails": continue
+            write_json(path/"done.json", {})
+            on_done(path)
+        raise RuntimeError("runs that failed: fails")
+    monkeypatch.setattr(kept, "sweep", sweep)
+    with pytest.raises(RuntimeError): kept.kept_runs(cfgs, tmp_path/"lines.jsonl", 1)
+    assert {line["name"]: line.get("core_seconds") for line in read_jsonl(tmp_path/"lines.jsonl")} == dict(begun=None, first=2., after=None, last=4.)

@@ -96,11 +96,13 @@ def kept_runs(
     names = {str(Path(cfg.run_dir)): name for name,cfg in cfgs.items() if name not in kept}
     if len(names) < len(cfgs)-len(kept): raise ValueError("two runs have one run_dir; give each its own")
     file.parent.mkdir(parents=True, exist_ok=True)
-    clock = [children_seconds()]
+    clock,order = [children_seconds()],list(names)
+    begun = {path for path in order if (Path(path)/"cost.json").exists()}   # what they took until now is no child's of ours
     def keep(path):
         clock.append(children_seconds())
-        alone = dict(core_seconds=round(clock[-1]-clock[-2], 1)) if parallel == 1 and clock[-1] > clock[-2] else {}
-        append_jsonl(file, dict(name=names[str(path)]) | pack(path) | alone)
+        at = order.index(str(path))
+        alone = parallel == 1 and str(path) not in begun and (not at or RunFolder(order[at-1]).done)   # a failed one before it has no line
+        append_jsonl(file, dict(name=names[str(path)]) | pack(path) | (dict(core_seconds=round(clock[-1]-clock[-2], 1)) if alone else {}))
     for path,name in names.items():
         if RunFolder(path).begin(cfgs[name]) != "done": keep_plugins(cfgs[name])
         if RunFolder(path).done: keep(path)
