@@ -123,3 +123,15 @@ def test_a_terminal_says_what_is_wrong(made, tmp_path):
     path.write_text(TEXT.format(seed=0, more=""))
     for words, says in ((["verify", str(path)], "has no record 'one'"), (["run", str(tmp_path/"none.yaml")], "expected a submission"), ([], "clvla-speedrun verify FILE")):
         with pytest.raises(SystemExit, match=says): speedrun.main(words)
+
+
+def test_the_bound_pairs_tasks_by_name():
+    "The order of the tasks in an attempt is that of their first episodes' ends, which a seed changes."
+    won = {f"t{k}": "1"*(30-k)+"0"*k for k in range(6)}   # the same starts fail with both seeds
+    assert success_of([dict(won=won), dict(won=dict(reversed(won.items())))]) == success_of([dict(won=won), dict(won=won)])
+
+
+def test_attempts_on_other_tasks_are_named(made):
+    folder, sub, record = copy.deepcopy(made)
+    record["attempts"][1]["won"].pop("left")
+    assert faults(record, sub, TRACK)[-1].startswith("tasks: ")

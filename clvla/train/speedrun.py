@@ -122,7 +122,8 @@ def success_of(
     n_boot:int=10_000
 )->tuple:              # mean success, lower 95 % bound
     "Mean final success, and its bound for other starts."
-    won = np.array([[[c == "1" for c in row] for row in a["won"].values()] for a in attempts], float).mean(0)   # (K,N) over seeds
+    tasks = list(attempts[0]["won"])   # another attempt may name them in another order, that of their first episodes' ends
+    won = np.array([[[c == "1" for c in a["won"][task]] for task in tasks] for a in attempts], float).mean(0)   # (K,N) over seeds
     rng = np_rng(0, "speedrun")
     means = np.mean([row[rng.integers(0, len(row), (n_boot, len(row)))].mean(1) for row in won], 0)
     n = won.size*len(attempts)
@@ -198,6 +199,7 @@ def faults(
     found += [f"plugin: {k} is not the file of the record" for k in sorted(record["files"].keys() | sub.files.keys()) if record["files"].get(k) != sub.files.get(k)]
     attempts = record["attempts"]
     if (seeds := [a["seed"] for a in attempts]) != [sub.seed, sub.seed+1]: found.append(f"seed: the attempts have {seeds}, and the submission {[sub.seed, sub.seed+1]}")
+    if len({frozenset(a["won"]) for a in attempts}) > 1: return [*found, "tasks: the attempts were not played on the same ones"]
     if any(len(row) != track.n_starts for a in attempts for row in a["won"].values()): return [*found, f"starts: the track has {track.n_starts} a task, and the record other numbers"]
     mean,low = success_of(attempts)
     said = dict(mean=round(mean, 4), low=round(low, 4), clock=round(clock_of(attempts, track), 2), bytes=size_of(attempts))
