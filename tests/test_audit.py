@@ -11,6 +11,8 @@ from scipy import stats
 
 from clvla.command.main import main
 from clvla.eval.audit import against, audit, by_task, e_value, episodes_needed, fisher, latex, markdown, newcombe, paired_interval, paragraph, smallest_shown
+from clvla.eval.followed import result_deviations
+from clvla.eval.plan import check_plan
 from clvla.eval.results import counted, of_counts, of_episodes, of_text, read_results
 from clvla.eval.stats import mcnemar, wilson
 
@@ -335,3 +337,20 @@ def test_tasks_do_not_become_markup(tmp_path):
     r = [of_episodes(name, "<b>form</b>", rows) for name in ("a", "</script><script>alert(1)</script>")]
     html = (write_audit(tmp_path/"out", r, audit(r))/"audit.html").read_text()
     assert "<img src=x" not in html and "<script>alert(1)" not in html and "<b>form</b>" not in html
+
+
+def test_a_run_that_is_not_at_its_end_is_named(tmp_path):
+    "Old tasks are best before the later ones are learnt: a run under way must not stand beside a whole one without a word."
+    def made(name, episodes, n_trials=2):
+        (tmp_path/name).mkdir(parents=True)
+        (tmp_path/name/"config.json").write_text(json.dumps(dict(n_trials=n_trials, seed=0)))
+        rows = [dict(stage=t, step=None, task=task, trial=i, success=True) for t,task,n in episodes for i in range(n)]
+        (tmp_path/name/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in rows))
+        if "evals" not in name: (tmp_path/name/"stream.json").write_text(json.dumps(dict(tasks=[dict(id="a"), dict(id="b")], stages=["a", "b"])))
+        return read_results(f"x={tmp_path/name}")
+    first, end = [(0, "a", 2)], [(0, "a", 2), (1, "a", 2), (1, "b", 2)]
+    assert made("whole", end).lacks == [] and made("whole/evals/more", end).lacks == []
+    assert made("under_way", first).lacks == made("whole/evals/begun", first).lacks == ["the run has come to stage 1 of 2, after a"]
+    assert made("stopped", [*end[:2], (1, "b", 1)]).lacks == ["the run has at its end 1 of 2 episodes of b"]
+    plan = check_plan(dict(endpoint="ASR", methods=["x"], baseline="y", seeds=[0], episodes=2, test="McNemar", smallest=5))
+    assert "x has come to stage 1 of 2, after a" in result_deviations(plan, read_results(f"x={tmp_path}/under_way"))

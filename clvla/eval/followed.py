@@ -209,7 +209,7 @@ def result_deviations(plan:dict, r)->list: # of sentences
     "In what one result differs from a plan."
     if r.name not in names_of(plan): return [f"{r.name} is no method of the plan"]
     seeds = sorted(set(seeds_of(r))) if r.episodes is not None else plan["seeds"]
-    found = [] if r.plan is None else of_hash(plan, r.plan, r.name)
+    found = ([] if r.plan is None else of_hash(plan, r.plan, r.name)) + [f"{r.name} {r.unfinished}"]*bool(r.unfinished)
     if lacks := [s for s in plan["seeds"] if s not in seeds]: found.append(f"{r.name}: no episodes of seed {', '.join(map(str, lacks))}")
     if more := [s for s in seeds if s not in plan["seeds"]]: found.append(f"{r.name} has episodes of seed {', '.join(map(str, more))}, which is not of the plan")
     wanted = plan["episodes"]*len(seeds)

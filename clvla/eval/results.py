@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'MOST', 'LEVEL', 'KINDS', 'LINE', 'Results', 'of_episodes', 'of_counts', 'counted', 'of_text', 'read_csv',
            'share_interval', 'of_lerobot', 'of_vla_eval', 'lines_of_openvla', 'rows_of_openvla', 'of_openvla', 'of_run',
-           'of_json', 'read_results']
+           'unfinished', 'of_json', 'read_results']
 
 # %% ../../nbs/eval/11_results.ipynb #41043294
 import json, re
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np
 import pandas as pd
-from ..core.files import read_json
+from ..core.files import read_json, reading
 from ..core.records import read_jsonl
 from ..core.seeds import np_rng
 from .stats import centred, final, quantiles, wilson
@@ -32,6 +32,7 @@ class Results:
     lacks:list = field(default_factory=list) # what the record does not say
     plan:dict|str|None = None # under which a run of clvla was begun, "": none; None: the record does not say
     changed:str = ""          # perturbations that the episodes were played under, "": none that the record names
+    unfinished:str = ""       # how far a run of clvla has come that is not at its end
 
     @property
     def k(self)->int: return int(self.counts.k.sum())
@@ -220,8 +221,25 @@ def of_run(name:str, path:Path)->Results:
     rows = [dict(task=r["task"], trial=r["trial"], seed=config.get("seed", 0), success=r["success"]) for r in final(records)]
     changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
     found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}", pd.DataFrame(rows, columns=COLUMNS))
-    found.plan,found.changed = config.get("plan", ""),", ".join(changed)
+    found.plan,found.changed,found.unfinished = config.get("plan", ""),", ".join(changed),unfinished(path, config, records)
+    found.lacks += [f"the run {found.unfinished}"]*bool(found.unfinished)
     return found
+
+def unfinished(
+    path:Path,    # of a run or of an evaluation
+    config:dict,  # its settings
+    records:list  # its episodes
+)->str: # "" where it is at its end, or no stream.json says where that is
+    "How far episodes have come that are not at their end."
+    homes = [path, path.resolve().parents[1]] if path.resolve().parent.name == "evals" else [path]
+    file = next((home/"stream.json" for home in homes if (home/"stream.json").exists()), None)
+    if file is None: return ""
+    with reading(file): stages,ids = list((stream := read_json(file))["stages"]),[t["id"] for t in stream["tasks"]]
+    last = max(r["stage"] for r in records if r.get("step") is None)
+    if last < len(stages)-1: return f"has come to stage {last+1} of {len(stages)}, after {stages[last]}" if last >= 0 else "was tried before its training alone"
+    n,wanted = pd.Series([r["task"] for r in final(records)]).value_counts(),config.get("n_trials")
+    short = [f"{n.get(i, 0)} of {wanted} episodes of {i}" for i in ids if type(wanted) is int and n.get(i, 0) < wanted]
+    return f"has at its end {', '.join(short[:3])}{' and fewer than all of others'*(len(short) > 3)}" if short else ""
 
 # %% ../../nbs/eval/11_results.ipynb #41dee82c
 def of_json(name:str, path:Path, d)->Results:
