@@ -135,7 +135,9 @@ def test_the_same_starts_end_alike_over_the_socket(run, server):
     with serving(server) as address:
         remote = EvalConfig(run_dir=str(run), n_trials=5, n_workers=1, policy_server=address)
         out = eval_cl(remote, len)
-        again = eval_cl(remote, len)   # it is done
+        said = []
+        again = eval_cl(remote, said.append)   # it is done, whichever policy is served there by now
+        assert said[0] == f"10 episodes that a server at {address} has played before are kept, whichever policy it had then; for another policy remove {out.path}"
         with pytest.raises(ValueError, match="belongs to another evaluation: image_size: 0 -> 40"): eval_cl(EvalConfig(run_dir=str(run), n_trials=5, n_workers=1, policy_server=address, image_size=40), len)
     assert ends(out.episodes()) == ends(own) and 0 < sum(r["success"] for r in own) < len(own)
     assert out.path == again.path and address[5:].replace(":", "_") in out.path.name
