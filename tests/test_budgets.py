@@ -11,7 +11,7 @@ from clvla.core.config import read_cost
 from clvla.core.files import write_json
 from clvla.core.records import read_jsonl
 from clvla.eval.budgets import budget_table, spent_of
-from clvla.eval.compare import CompareConfig, read_run
+from clvla.eval.compare import CompareConfig, Run, read_run
 from clvla.run import kept
 from clvla.run.config import resolve
 from clvla.run.folder import Cost, RunFolder
@@ -113,3 +113,11 @@ def test_a_kept_line_has_the_core_seconds_of_its_own_run_alone(tmp_path, monkeyp
     monkeypatch.setattr(kept, "sweep", sweep)
     with pytest.raises(RuntimeError): kept.kept_runs(cfgs, tmp_path/"lines.jsonl", 1)
     assert {line["name"]: line.get("core_seconds") for line in read_jsonl(tmp_path/"lines.jsonl")} == dict(begun=None, first=2., after=None, last=4.)
+
+
+def test_a_base_that_runs_share_is_nobodys_learning(tmp_path):
+    "The first of several runs of practice trains it, and the others find it."
+    def spent(base): return Run(tmp_path, dict(seed=0), ("a",), ("a",), [], {}, {}, dict(seconds=dict(base=base, practice=2., training=3.), core_seconds=dict(base=base, practice=1., training=3.)))
+    first, other = spent(90.), spent(.001)
+    assert [[spent_of(r, kind) for kind in ("seconds", "core_seconds")] for r in (first, other)] == [[5., 4.]]*2
+    assert budget_table(dict(a=[first], b=[other]), "a", "seconds").says.tolist() == ["agrees"]

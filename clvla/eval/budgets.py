@@ -16,7 +16,7 @@ from .plots import small
 # %% ../../nbs/eval/19_budgets.ipynb #d173ae07
 KINDS = dict(bytes="bytes that are kept from task to task", seconds="seconds of learning", core_seconds="core seconds of learning",
              samples="samples that gradients were computed for")
-ASIDE = "demonstrations","checkpoints","evaluation"   # phases of a run that are no learning
+ASIDE = "demonstrations","base","checkpoints","evaluation"   # phases of a run that are no learning, or that the first run does for all others
 
 def check_kind(kind:str):
     "ValueError unless it names a budget."
