@@ -175,6 +175,7 @@ def test_kept_lines_are_not_played_again(trained, tmp_path, monkeypatch):
     for other in (replace(cfg, seed=5), replace(cfg, lr=.5)):
         with pytest.raises(TypeError): kept_evals({"a": other}, evals, file)
     with pytest.raises(TypeError): kept_evals({"a": cfg}, [replace(evals[0], n_trials=3)], file)
+    with pytest.raises(ValueError, match="two evaluations are plain"): kept_evals({"a": cfg}, [evals[0], replace(evals[0], first_trial=10)], file)   # one would hide the other
 
 # ---------------------------------------------------------------------- MuJoCo
 

@@ -43,8 +43,10 @@ def kept_evals(
     say=len,    # told of each evaluation that is made
     n_workers:int=1 # simulators' processes
 )->dict:        # (name, what was changed, "" for nothing) -> Run, as `compare` reads it from a folder
-    "All these evaluations: from the file, and those that it lacks from the runs' folders, where they are made."
-    file,found = Path(file),{}
+    "All these evaluations: from the file, and those that it lacks from the runs' folders, where they are made; ValueError for two that change the same."
+    file,found,changed = Path(file),{},[one.changed for one in evals]
+    if twice := [c for c in changed if changed.count(c) > 1]:
+        raise ValueError(f"two evaluations are {twice[0] or 'plain'}, and what is found is named by that, so that one would hide the other; ask for them in two calls")
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = lines_of(file, cfgs)
     for name,cfg in cfgs.items():
