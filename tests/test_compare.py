@@ -6,7 +6,9 @@ import numpy as np, pytest
 from clvla.core.seeds import np_rng
 from clvla.core.files import write_json
 from clvla.eval.compare import (REPEAT, Run, cost_table, difference_points, group, holm, label, paired_table, read_run,
-    read_runs, summary, versus, wide)
+    read_runs, run_from, summary, versus, wide)
+from clvla.eval.followed import follow_runs
+from clvla.eval.plan import check_plan
 from clvla.eval.stats import mcnemar, t_test
 from clvla.run.config import table
 from clvla.train.config import TrainConfig
@@ -162,3 +164,19 @@ def test_page(runs_dir, tmp_path):
 
 def test_page_refuses_what_it_does_not_know(runs_dir, tmp_path):
     out = papermill(tmp_path, "-p", "run", f"{runs_dir}/*"); assert out.returncode != 0 and "did you mean 'runs'" in out.stderr
+
+
+def test_a_probe_is_no_part_of_what_was_learnt():
+    "Also not of the joint run, whose stage names no task, nor of the paired difference and the planned counts beside ASR."
+    def made(algo, seed, rate, probe, stages=("a", "b"), n=20):
+        stream = dict(tasks=[dict(id="a"), dict(id="p", trained=False), dict(id="b")], stages=list(stages), order=[0, 1, 2])
+        won = dict(a=rate, b=rate, p=probe)
+        records = [dict(stage=len(stages)-1, after=stages[-1], step=None, task=t, trial=i, success=i < n*won[t], seed=seed) for t in won for i in range(n)]
+        return run_from(Path(f"{algo}-s{seed}"), dict(algo="imitation", cl=algo, seed=seed, n_trials=n), stream, records, {})
+    groups = group([*(made("er", s, .9, .5) for s in range(3)), *(made("sequential", s, .6, .5) for s in range(3)), *(made("joint", s, 1., 0., ("joint",)) for s in range(3))])
+    means = summary(groups, ("ASR", "Untrained"), 50).set_index(["group", "metric"]).value
+    assert means.to_dict() == pytest.approx({("er", "ASR"): .9, ("er", "Untrained"): .5, ("sequential", "ASR"): .6, ("sequential", "Untrained"): .5, ("joint", "ASR"): 1., ("joint", "Untrained"): 0.})
+    assert versus(groups["er"], groups["sequential"], 50)["difference"] == pytest.approx(.3) and versus(groups["joint"], groups["er"], 50)["difference"] == pytest.approx(.1)
+    for test in ("t", "McNemar", "Fisher"):
+        plan = check_plan(dict(endpoint="ASR", methods=["er"], baseline="sequential", seeds=[0, 1, 2], episodes=20, test=test, smallest=5))
+        assert follow_runs(plan, groups).tests[0].difference == pytest.approx(.3)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['REPEAT', 'CONTROLS', 'ADDED', 'SHOWN', 'PAIRED', 'Run', 'read_run', 'columns', 'folders_of', 'read_runs', 'run_from',
            'find_runs', 'label', 'group', 'check_envs_alike', 'summary', 'wide', 'metric_points', 'mean_lines', 'holm',
-           'versus', 'said', 'paired_table', 'baseline_of', 'difference_points', 'cost_table', 'CompareConfig']
+           'ends_of', 'versus', 'said', 'paired_table', 'baseline_of', 'difference_points', 'cost_table',
+           'CompareConfig']
 
 # %% ../../nbs/eval/08_compare.ipynb #d4d1a936
 import glob, os
@@ -18,7 +19,7 @@ from ..core.config import long_form, read_cost
 from ..core.names import closest
 from ..core.files import read_json, reading
 from ..core.records import read_jsonl
-from .metrics import JOINT, SuccessMatrix, from_records, measure_records, of_matrix, plain, upto
+from .metrics import JOINT, Probe, SuccessMatrix, from_records, ids_of, measure_records, of_matrix, plain, upto
 from .plots import small
 from .stats import final, metric_intervals, paired, seed_intervals, t_interval, t_test
 
@@ -83,7 +84,7 @@ def _is_evaluation(path:Path, settings:dict)->bool:
 
 def columns(stream:dict)->tuple:
     "Task ids of a stored stream: in training order, then those that no stage trained."
-    ids = [t["id"] for t in stream["tasks"]]
+    ids = ids_of(stream)
     return tuple(dict.fromkeys([*(s for s in stream["stages"] if s in ids), *ids]))
 
 # %% ../../nbs/eval/08_compare.ipynb #6441a329
@@ -267,6 +268,11 @@ def holm(
     for rank,i in enumerate(order): worst = corrected[i] = max(worst, min(1., p[i]*(len(order)-rank)))
     return corrected.tolist()
 
+def ends_of(run:Run)->list:
+    "The records of a run's end on the tasks that are trained, which ASR is the mean of; on all where each is a probe."
+    ends,probes = final(run.records),{i for i in run.task_ids if isinstance(i, Probe)}
+    return [r for r in ends if r["task"] not in probes] or ends
+
 def versus(
     a,               # runs of one group
     b,               # runs of the baseline
@@ -275,7 +281,7 @@ def versus(
 )->dict:             # one row of the table
     "Compare two groups at the end of the stream, seed by seed; a run that has not come there is left out, and named."
     unfinished = ", ".join(r.path.name for r in [*a, *b] if not r.finished)
-    ra,rb = ({r.config["seed"]: final(r.records) for r in x if r.finished} for x in (a, b))
+    ra,rb = ({r.config["seed"]: ends_of(r) for r in x if r.finished} for x in (a, b))
     seeds = sorted(ra.keys() & rb.keys())
     if not seeds: return dict(seeds=0, pairs=0, unfinished=unfinished)
     ends = lambda rs: [{**r, "stage": f"end, seed {s}"} for s in seeds

@@ -13,7 +13,7 @@ from ..core.config import read_cost
 from ..core.files import read_json, reading, write_json
 from ..eval.compare import read_run
 from ..eval.followed import plan_table
-from ..eval.metrics import from_records, to_json
+from ..eval.metrics import from_records, ids_of, to_json
 from ..eval.plots import (Table, heatmap, loss_curves, mean_returns, metrics_table, replay_bars, report_html,
                               returns_heatmap, success_lines, time_split)
 from .folder import RunFolder, without_success
@@ -28,7 +28,8 @@ def stream_of(
     if not path.exists(): raise FileNotFoundError(f"{run_dir} has no stream.json yet; the run has not begun to train")
     stream = read_json(path)
     with reading(path):
-        stages,ids = list(stream["stages"]),[stream["tasks"][i]["id"] for i in stream["order"]]
+        stages,known = list(stream["stages"]),ids_of(stream)
+        ids = [known[i] for i in stream["order"]]
         if wrong := [name for name in [*stages, *ids] if not isinstance(name, str)]: raise ValueError(f"it has a task named {wrong[0]!r}")
     return stages,ids
 
