@@ -245,3 +245,14 @@ def test_the_page(data, tmp_path):
     assert read_json(tmp_path/"run/done.json") | dict(base="") == dict(stages=2, rounds=4, base="")
     m = read_json(tmp_path/"run/matrix.json")
     assert m and matrix_of(tmp_path/"run").R.shape == (2, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["together", "along"])
+def test_a_task_that_is_only_played_is_not_practised(data, tmp_path, stream):
+    "Together a method was given attempts at it, and beside a frozen policy asked for its demonstrations, of which there are none."
+    suite = dict(base="dot_3", probes=["up"])
+    run = practise(config(data, tmp_path/"run", suite=suite, stream=stream, algo="best_of_n", algo_kw=dict(updates=2, token_updates=2, sample=8), steps_per_task=4, episodes=2,
+                          round_episodes=2, evaluate="full", n_trials=1), say=len)
+    attempts = [e.task_id for path in sorted((run.path/"practice").glob("round-*.safetensors")) for e in load_episodes(path)]
+    assert {*attempts} == {"left", "right"}
+    assert {r["task"] for r in run.episodes()} == {"left", "right", "up"}
