@@ -13,8 +13,8 @@ from clvla.core.files import read_json, write_json
 from clvla.core.seeds import np_rng
 from clvla.crl.config import AgentConfig
 from clvla.eval.audit import audit
-from clvla.eval.compare import CompareConfig, group, read_runs
-from clvla.eval.followed import FREE, Planned, follow_results, follow_runs
+from clvla.eval.compare import CompareConfig, group, read_runs, run_from
+from clvla.eval.followed import FREE, Planned, by_seeds, follow_results, follow_runs
 from clvla.eval.metrics import metrics, plain
 from clvla.eval.plan import check_plan, plan_hash, read_plan
 from clvla.eval.results import read_results
@@ -22,6 +22,7 @@ from clvla.eval.verdict import judge_planned
 from clvla.rl.config import PracticeConfig, base_config
 from clvla.run.config import identity, resolve
 from clvla.run.folder import RunFolder
+from clvla.run.planned import seeds_verdict
 from clvla.run.queue import Queue
 from clvla.run.report import finish
 from clvla.run.resume import fingerprint
@@ -291,3 +292,13 @@ def test_a_claim_about_a_metric_that_is_no_share_is_not_judged_in_points(monkeyp
         with pytest.raises(ValueError, match="is no share"): judge_planned("alike", plan, found)
     finally: plain.discard("steps")
     assert judge_planned("alike", check_plan(SAID), Planned("er", 5, -.01, -.02, .05, .2)).says == "holds"
+
+
+def test_seeds_that_are_all_equal_show_no_more_than_their_trials():
+    "Two methods that win every one of ten episodes in three seeds are not known to be alike within 3 points, with a plan or without."
+    def made(algo, seed):
+        records = [dict(stage=1, after="b", step=None, task=t, trial=i, success=True, seed=seed) for t in "ab" for i in range(5)]
+        return run_from(Path(f"{algo}-s{seed}"), dict(algo="imitation", cl=algo, seed=seed, n_trials=5), dict(tasks=[dict(id="a"), dict(id="b")], stages=["a", "b"], order=[0, 1]), records, {})
+    a, b = ([made(algo, s) for s in range(3)] for algo in ("er", "derpp"))
+    asked, planned = seeds_verdict("alike", a, b, 3), by_seeds(dict(endpoint="ASR", alpha=.05), "er", *({r.config["seed"]: r for r in rs} for rs in (a, b)))
+    assert asked.says == "too small to tell" and (asked.low, asked.high) == pytest.approx((100*planned.low, 100*planned.high))

@@ -75,12 +75,13 @@ def judge(
 def judge_seeds(
     claim:str,
     differences,   # of each seed, shares
-    smallest:float # of interest, points
+    smallest:float, # of interest, points
+    noise:float=0. # variance of one difference by its trials, for seeds that are all equal
 )->ClaimVerdict:
     "The verdict over seeds; ValueError for less than three, which have no interval worth the name."
     x = np.asarray(list(differences), float)
     if len(x) < 3 or not np.isfinite(x).all(): raise ValueError(f"differences of {len(x)} seeds, {x.tolist()}: expected finite ones of three or more")
-    t = t_interval(x, .95)
+    t = t_interval(x, .95, noise)
     return judge(claim, t.value, t.low, t.high, smallest, len(x))
 
 def judge_planned(

@@ -9,7 +9,7 @@ __all__ = ['planned_lines', 'planned_runs', 'core_minutes', 'Found', 'planned_ve
 from dataclasses import dataclass
 from ..core.records import read_jsonl
 from ..eval.compare import group
-from ..eval.followed import FREE, Followed, follow_runs
+from ..eval.followed import FREE, Followed, follow_runs, noise_of
 from ..eval.plan import read_plan
 from ..eval.verdict import ClaimVerdict, judge_planned, judge_seeds
 from .kept import unpack
@@ -69,4 +69,5 @@ def seeds_verdict(
     "What the differences of runs with one seed say; ValueError where the seeds are not the same."
     a,b = ({r.config["seed"]: r.scores[metric].value for r in rs} for rs in (runs, control))
     if a.keys() != b.keys(): raise ValueError(f"seeds {sorted(a)} of the method and {sorted(b)} of its control; give runs of the same seeds")
-    return judge_seeds(claim, [a[s]-b[s] for s in sorted(a)], smallest)
+    differences = [a[s]-b[s] for s in sorted(a)]
+    return judge_seeds(claim, differences, smallest, noise_of(differences, [*runs, *control], metric))
