@@ -1,6 +1,7 @@
 "A run that is watched while it goes on: what a terminal and a file get, the time left, and figures that are drawn again soon and cheaply."
 import inspect
 import io
+import json
 import math
 import os
 import pty
@@ -18,7 +19,8 @@ from clvla.run import watch as live
 from clvla.run.folder import RunFolder
 from clvla.run.terminal import Pace, blocks, loss_line, seconds_left
 from clvla.run.watch import Board, Drawing, Run
-from clvla.train.config import TrainConfig, resolve
+from clvla.data.streams import stream_json
+from clvla.train.config import TrainConfig, resolve, stream_for
 
 # a run without a learner: two stages of ten updates, each with an evaluation; it waits for a line before each of its steps
 RUN = """import sys
@@ -194,3 +196,15 @@ def test_a_drawing_that_takes_long_comes_less_often(made, monkeypatch):
     assert draw.due-time.monotonic() < 2.1 and inspect.signature(Run.follow).parameters["plots_every"].default <= 2, "a reader sees it grow"
     draw(now=True)
     assert 45 < draw.due-time.monotonic() < 50.1
+
+
+@pytest.mark.parametrize("cl, suite, record, at", [("joint", dict(base="dot_3", cycles=2, probes=["up"]), dict(task="joint", stage=0, step=7), (8, 8)),
+                                                   ("er", dict(base="dot_2", budget=dict(left=5)), dict(task="left", stage=0, step=3), (4, 5))], ids=["joint", "budget"])
+def test_a_stage_has_the_updates_of_its_stream(tmp_path, cl, suite, record, at):
+    "Cycles count, probes do not, and a task may have a budget: no run is 8 of 6 updates far."
+    cfg = resolve(TrainConfig(suite=suite, cl=cl, steps_per_task=2, run_dir=str(tmp_path/"run")))
+    RunFolder(cfg.run_dir).begin(cfg)
+    write_json(tmp_path/"run/stream.json", stream_json(stream := stream_for(cfg)) | dict(stages=["joint"] if cl == "joint" else [s.task.id for s in stream.stages]))
+    (tmp_path/"run/log.jsonl").write_text(json.dumps(record)+"\n")
+    position = Run.open(tmp_path/"run").position
+    assert (position["done"], position["total"]) == at
