@@ -175,10 +175,13 @@ def test_a_run_s_earlier_tasks_are_probed(er, tmp_path, capsys):
     "A table and one number beside the metrics; a file of numbers has no checkpoint to probe."
     path,_ = er
     assert main(["metrics", str(path), "--recovery", "--json"]) == 0
-    probes = json.loads(capsys.readouterr().out)["recovery"]
+    found = json.loads(capsys.readouterr().out)
+    probes = found["recovery"]
     assert [p["task"] for p in probes] == ["left"] and all(len(p["again"]["curve"]) > 0 for p in probes)
     assert main(["metrics", str(path), "--recovery"]) == 0
-    assert ("savings: " if probes[0]["old"] else "no earlier task had any success") in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ("savings: " if probes[0]["old"] else "no earlier task had any success") in said
+    assert "savings" in found and (found["savings"] is None or f"savings: {found['savings']:.0f} percent" in said)   # JSON has what the text says
     (tmp_path/"m.csv").write_text(",a\na,100\n")
     assert main(["metrics", str(tmp_path/"m.csv"), "--recovery"]) == 1 and "needs the folder of a run" in capsys.readouterr().err
 

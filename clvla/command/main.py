@@ -154,8 +154,8 @@ def of_metrics(command:str, words:Words, o):
         return d,"\n".join([runs.matrix_text(m), "", *lines])
     r = runs.reached(runs.measured_at(path))
     files = runs.write_tables(r) if o.write else []
-    probes,text = runs.recovered(path) if o.recovery else ([],"")
-    return runs.facts(r) | (dict(recovery=probes) if o.recovery else {}),"\n".join([runs.told(r), *["", text]*o.recovery, *(f"written: {file}" for file in files)])
+    probes,text = runs.recovered(path) if o.recovery else ({},"")
+    return runs.facts(r) | probes,"\n".join([runs.told(r), *["", text]*o.recovery, *(f"written: {file}" for file in files)])
 
 def of_state(command:str, words:Words, o):
     "Watch a run, or stop it."

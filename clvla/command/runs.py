@@ -268,11 +268,12 @@ def write_tables(r:Reached)->list:
 def recovered(
     path # a run's folder
 )->tuple:
-    "How a run's earlier tasks come back: the probes, and the text."
+    "How a run's earlier tasks come back: for JSON the probes, and savings in percent as the text has them; the text."
     probes = probe_run(path)
     known = [p for p in probes if p["old"]]   # what was never done cannot come back
-    said = f"savings: {100*savings_of(known):.0f} percent of the updates that fresh weights need" if known else "no earlier task had any success to come back to"
-    return probes,"\n".join([probe_table(probes).round(0).to_string(index=False), said])
+    percent = 100*savings_of(known) if known else float("nan")
+    said = f"savings: {percent:.0f} percent of the updates that fresh weights need" if known else "no earlier task had any success to come back to"
+    return dict(recovery=probes, savings=finite(percent)),"\n".join([probe_table(probes).round(0).to_string(index=False), said])
 
 # %% ../../nbs/command/01_runs.ipynb #fe021991
 def audited(words:Words)->tuple:
