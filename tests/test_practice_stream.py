@@ -27,7 +27,7 @@ from clvla.rl.cloning import Cloning
 from clvla.rl.config import PracticeConfig, base_config, resolve_practice
 from clvla.rl.episodes import load_episodes
 from clvla.rl.gains import gains
-from clvla.rl.learner import practise
+from clvla.rl.learner import Practice, practise
 from clvla.rl.method import PracticeContext
 from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
@@ -137,6 +137,19 @@ def test_a_crash_changes_nothing(data, tmp_path, done, n, save_every):
         crash_after(m, n)
         with pytest.raises(Crash): practise(config(data, tmp_path/"run", **kw), say=len)
     assert fingerprint(practise(config(data, tmp_path/"run", **kw), say=len).path) == fingerprint(done.path)
+
+
+def test_a_crash_between_two_stages_changes_nothing(data, tmp_path, done):
+    "The optimizer of the stage that begins is made after its first attempts, and a checkpoint is written before them."
+    real = Practice.evaluate
+
+    def evaluate(self, t, step=None):
+        if t == 0: raise Crash
+        real(self, t, step)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Practice, "evaluate", evaluate)
+        with pytest.raises(Crash): practise(config(data, tmp_path/"run", cl="er"), say=len)
+    assert fingerprint(practise(config(data, tmp_path/"run", cl="er"), say=len).path) == fingerprint(done.path)
 
 
 def test_a_crash_between_last_update_and_checkpoint(data, tmp_path, done, monkeypatch):

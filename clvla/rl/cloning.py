@@ -232,6 +232,7 @@ def enter(self:Cloning, stage):
     self.loader = self.loads(self.data, ids, self.seed, self.demo_share, self.k)
     self.stage = CLContext(policy=self.policy, stream=self.ctx.stream, data=self.data, loader=self.loader,
                            seed=self.seed, task_id=stage.name, t=stage.t, n_steps=stage.n_steps)
+    self.opt = self.ema = None   # until the first round of the stage was played
 
 @patch
 def start(self:Cloning): call_hook(self.ctx.cl, "on_task_start", self.stage)
@@ -287,15 +288,16 @@ def state_dict(self:Cloning)->dict:
     "To go on between two updates, or between two stages."
     if self.loader is None: return dict(k=self.k, under_way=None)
     return dict(k=self.k, under_way=dict(step=self.step, at=self.stage.step, loader=self.loader.state_dict(),
-                opt=self.opt.state_dict(), ema=self.ema.state_dict() if self.ema else None))
+                opt=self.opt.state_dict() if self.opt else None, ema=self.ema.state_dict() if self.ema else None))
 
 @patch
 def load_state_dict(self:Cloning, state):
     "Go on from a state; the stage has been entered where one was under way."
     self.k,stage = state["k"],state["under_way"]
     if stage is None: return
-    self.begin()
+    if stage["opt"]: self.begin()
     self.step,self.stage.step = stage["step"],stage["at"]
     self.loader.load_state_dict(stage["loader"])
+    if not stage["opt"]: return
     self.opt.load_state_dict(stage["opt"])
     if self.ema: self.ema.load_state_dict(stage["ema"])
