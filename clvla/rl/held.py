@@ -147,11 +147,13 @@ class TransitionSource:
 
     def draw(self, B:int)->dict: return self.replay().sample(B, stratified=True, tasks=self.now)
     def n_frames(self, task_id:str)->int: return max(1, self.replay().arrived(self.ids.index(task_id)))   # 1: a blank one
-    def fetch(self, task_id:str, idx)->dict: return self.rows([self.at(task_id, i) for i in idx])
+    def fetch(self, task_id:str, idx)->dict:   # before the first attempt at a task: the blank one, which a memory in bytes measures
+        begun = self.replay().arrived(self.ids.index(task_id))
+        return self.rows([self.at(task_id, i) for i in idx]) if begun else self.seen(self.replay().blank())
     def fetch_refs(self, refs:list)->dict: return self.rows([self.at(task_id, i) for task_id,i in refs])
     def at(self, task_id, i): return self.replay().row_of(self.ids.index(task_id), int(i))
-    def rows(self, at:list)->dict:
-        batch = self.replay().read(np.array(at, np.int64))
+    def rows(self, at:list)->dict: return self.seen(self.replay().read(np.array(at, np.int64)))
+    def seen(self, batch:dict)->dict:
         if self.view is not None: batch = self.view(batch)
         return with_pad(batch) if self.pad else batch
 
