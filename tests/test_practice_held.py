@@ -207,6 +207,8 @@ def test_transitions_by_number_survive_a_file_and_a_loss(tmp_path):
             assert source.n_frames(name) == len(came[task]) and there and memory.left[task] > 0
             assert source.fetch(name, there)["y"].tolist() == came[task][memory.left[task]:]
             with pytest.raises(ValueError, match="raise capacity"): source.fetch(name, [0])
+            source.begin([name], 0)
+            assert sorted(y for b in source.sample_batches(99, 4, "fisher") for y in b["y"].tolist()) == came[task][memory.left[task]:]
 
 
 def test_a_memory_in_bytes_is_measured_before_a_task_has_been_attempted(tmp_path):

@@ -167,8 +167,9 @@ def episodes(self:TransitionSource, task_id:str)->np.ndarray:   # (n_frames,)
 
 @patch
 def sample_batches(self:TransitionSource, n_batches:int, B:int, purpose:str)->list:
-    "Transitions of the present tasks, each at most once; they move no draw."
-    all_of = [(task, i) for task in self.now for i in range(self.replay().arrived(task))]
+    "Transitions of the present tasks that are still there, each at most once; they move no draw."
+    replay = self.replay()
+    all_of = [(task, i) for task in self.now for i in range(replay.left[task], replay.arrived(task))]
     order = np_rng(self.seed, "practice", purpose, self.t).permutation(len(all_of))[:n_batches*B]
-    rows = [self.replay().row_of(*all_of[k]) for k in order]
+    rows = [replay.row_of(*all_of[k]) for k in order]
     return [self.rows(rows[k:k+B]) for k in range(0, len(rows), B)]
