@@ -96,6 +96,19 @@ def test_the_current_tasks_are_those_of_the_stages(scope, seen):
     assert [ctx.current(stage) for stage in stages_of(ctx.cfg, ctx.stream, 1)] == seen
 
 
+@pytest.mark.parametrize("algo, kw", [("cloning", dict(updates=2)), ("best_of_n", dict(updates=2, sample=4))])
+def test_a_probe_is_evaluated_and_not_practised(data, tmp_path, algo, kw):
+    "It has no demonstrations, either."
+    run = practise(config(data, tmp_path/"run", stream=False, suite=dict(base="dot_3", probes=["right"]), algo=algo, algo_kw=kw, episodes=2, round_episodes=2), say=len)
+    assert {e.task_id for e in load_episodes(run.path/"practice/round-000.safetensors")} == {"left", "up"}
+    assert {r["task"] for r in run.episodes() if r["stage"] == 0} == {"left", "right", "up"}
+
+
+def test_a_smoke_run_keeps_two_tasks_that_are_practised(data, tmp_path):
+    cfg = config(data, tmp_path/"run", suite=dict(base="dot_3", probes=["right"]), smoke=True)
+    assert [stage.name for stage in stages_of(cfg, stream_for(cfg), 1)] == ["left", "up"]
+
+
 def test_together_and_along_have_one_base_and_equal_first_rounds(data, tmp_path, done):
     joint = practise(config(data, tmp_path/"run", stream=False), say=len)
     assert base_config(joint.cfg) == base_config(done.cfg)
