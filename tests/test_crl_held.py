@@ -105,6 +105,13 @@ def test_a_task_is_evaluated_with_its_own_weights(tmp_path):
     assert strip(RunFolder(tmp_path/"front")) == strip(RunFolder(tmp_path/"background"))
 
 
+def test_a_pair_is_evaluated_with_the_weights_of_its_task(tmp_path):
+    suite = dict(base="dot_2", env=dict(discrete=True), eval_env=dict(discrete=True), name="two")
+    run = learn_tasks(config(tmp_path/"run", "impala", "dwe", cl_kw=dict(units=2), suite=suite, n_trials=5, steps_per_task=1200, eval_every=1200), say=len)
+    of_pair = [[(r["reward"], r["steps"]) for r in run.episodes() if r["task"] == "left-test" and (r["stage"], r["step"]) == (t, None)] for t in (0, 1)]
+    assert of_pair[0] == of_pair[1] and len(of_pair[0]) == 5
+
+
 PLUGIN = '''
 from clvla.cl.all import algos, make_algo
 from clvla.cl.base import CLAlgorithm
