@@ -85,6 +85,24 @@ def test_a_task_that_comes_again_goes_on_to_other_starts(data, tmp_path):
     assert len(run.logs()) and not (starts[0] | starts[1]) & (starts[4] | starts[5]) and starts[0] == starts[2] and starts[4] == starts[6]
 
 
+def test_the_present_rates_are_those_of_the_step_after_a_crash(data, tmp_path, monkeypatch):
+    "MIR pretends steps by the groups that the engine knows; torch makes new ones of a state that it takes in."
+    rates, real = [], Cloning.update
+
+    def update(self):
+        numbers, p = real(self), next(iter(self.stage.params().values()))
+        rates.append((self.loop.engine.group(p)["lr"], numbers["lr"]))
+        return numbers
+    monkeypatch.setattr(Cloning, "update", update)
+    kw = TINY | dict(episodes=2, round_episodes=2)
+    with pytest.MonkeyPatch.context() as m:
+        crash_after(m, 5)
+        with pytest.raises(Crash): practise(config(data, tmp_path/"run", **kw), say=len)
+    n = len(rates)
+    practise(config(data, tmp_path/"run", **kw), say=len)
+    assert len(rates) > n and all(known == stepped for known, stepped in rates)
+
+
 @pytest.mark.parametrize("scope, seen", [("current", [["left"], ["right"], ["left"], ["right"]]),
                                          ("seen", [["left"], ["left", "right"], ["left", "right"], ["left", "right"]])])
 def test_the_current_tasks_are_those_of_the_stages(scope, seen):

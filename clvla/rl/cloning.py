@@ -253,8 +253,12 @@ def begin(self:Cloning):
     self.loader.renew()
     self.opt = make_optimizer(self.policy, cfg)
     self.ema = self.stage.average = EMA(self.policy, cfg.ema) if cfg.ema else None
-    engine = InPrecision(self.policy, self.opt, None, cfg.clip or None)
-    self.loop = Loop(self.stage, engine, guard=self.guard)
+    self.make_loop()
+
+@patch
+def make_loop(self:Cloning):
+    "What steps by the optimizer's present groups."
+    self.loop = Loop(self.stage, InPrecision(self.policy, self.opt, None, self.ctx.cfg.clip or None), guard=self.guard)
 
 @patch
 def end(self:Cloning):
@@ -300,4 +304,5 @@ def load_state_dict(self:Cloning, state):
     self.loader.load_state_dict(stage["loader"])
     if not stage["opt"]: return
     self.opt.load_state_dict(stage["opt"])
+    self.make_loop()   # torch has made new groups, in which the rates of the warm-up are set from here on
     if self.ema: self.ema.load_state_dict(stage["ema"])
