@@ -7,6 +7,7 @@ import pytest
 
 from clvla.api import compared
 from clvla.cl.all import make_algo
+from clvla.cl.quick import quick_loop, quick_stream, quick_task
 from clvla.core.config import read_cost
 from clvla.core.files import write_json
 from clvla.core.records import read_jsonl
@@ -35,6 +36,18 @@ def runs(tmp_path_factory):
 def test_samples_are_those_of_gradients(runs, name, samples):
     "DER++ asks its own of as many remembered samples, in the second task."
     assert spent_of(read_run(runs[name]), "samples") == samples
+
+
+@pytest.mark.parametrize("cl, kw, aside", [("ewc", dict(n_batches=2, B=8), [16, 16]), ("mas", dict(n_batches=2, B=8), [16, 16]), ("gss", dict(buffer_size=10), [40, 40]),
+                                           ("er", dict(selection="gradient"), [40, 40]), ("agem", dict(n_ref=8), [0, 24]), ("latent", dict(buffer_size=10), [0, 24])])
+def test_what_a_method_asks_gradients_of_is_counted(cl, kw, aside):
+    "Also gradients of many samples from one pass, those of a look at the answers, and those of the head alone."
+    algo, loop, counts = make_algo(cl, 0, **kw), quick_loop(quick_stream(n_frames=40)), []
+    for t in (0, 1):
+        loop.ctx.n_aside = 0
+        quick_task(algo, loop, t, steps=3, B=8)
+        counts.append(loop.ctx.n_aside)
+    assert counts == aside
 
 
 def test_bytes_are_frames_state_and_new_weights(runs):

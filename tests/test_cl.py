@@ -1,5 +1,6 @@
 """Continual learning: sampling laws, the order of hooks, MIR's score and its traces, EWC against known answers, exact state."""
 from copy import deepcopy
+from dataclasses import replace
 import numpy as np, pytest, torch
 from clvla.core.state import load_state, save_state
 from clvla.core.batch import take, torch_rng
@@ -18,11 +19,13 @@ from clvla.cl.gdumb import GDumb
 from clvla.cl.gem import GEM
 from clvla.cl.gss import GSS
 from clvla.cl.mir import MIR, interference, rank_correlation, true_change
+from clvla.cl.phaser import PhaseBuffer
 from clvla.cl.probe import by_updates, portions, virtual_step
 from clvla.cl.quick import QuickLoader, quick_loop, quick_run, quick_stream, quick_task
 from clvla.cl.sequential import Sequential
 from clvla.cl.si import SI
 from clvla.core.names import INDEX, STATE, TASK_ID
+from clvla.data.streams import Stream, Task
 
 torch.set_num_threads(1)
 STREAM = quick_stream(0)
@@ -139,6 +142,14 @@ def test_memory_too_small_for_one_sample_a_task_is_told_at_the_start(make, size)
     before = [p.clone() for p in loop.ctx.params().values()]
     with pytest.raises(ValueError, match="too small for 3 tasks"): quick_task(algo, loop, 0, steps=1)
     assert all(map(torch.equal, before, loop.ctx.params().values()))
+
+@pytest.mark.parametrize("memory", [TaskBuffer(None, total_size=4), PhaseBuffer(None, "refs", 8, 4, 0)], ids=["any", "phases"])
+def test_probes_need_no_room_in_a_memory(memory):
+    "Nor do tasks that come again."
+    tasks = [Task(i, i, i, trained=i in "ab") for i in "apbqr"]
+    room = lambda *tasks: memory.check_room(CLContext(policy=None, stream=Stream("some", tasks, cycles=3)))
+    room(*tasks)
+    with pytest.raises(ValueError, match="too small for 5 tasks|no room for 4 phases"): room(*(replace(task, trained=True) for task in tasks))
 
 @pytest.mark.parametrize("make", [MIR, GSS])
 def test_what_chooses_its_memory_can_stand_behind_a_whole_batch(make):

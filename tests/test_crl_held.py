@@ -6,9 +6,10 @@ import torch
 
 from test_crl import Crash
 
-from clvla.cl.all import algos
+from clvla.cl.all import algos, make_algo
 from clvla.crl.all import agents, make_agent, make_cl
 from clvla.crl.config import AgentConfig
+from clvla.crl.experiment import Spaces
 from clvla.crl.learner import AgentLearner, learn_tasks
 from clvla.run.config import make_config
 from clvla.run.resume import fingerprint
@@ -56,6 +57,19 @@ def test_the_same_bits_after_a_crash(tmp_path, monkeypatch, algo, cl):
     assert fingerprint(learn_tasks(cfg("cut"), say=len).path) == fingerprint(whole.path)
 
 
+@pytest.mark.parametrize("agent", ["ppo", "impala"])
+@pytest.mark.parametrize("cl, kw", [("olora", dict(rank=2)), ("olora", dict(rank=2, head_rank=0)), ("dwe", dict(units=2)), ("progressive", dict(rank=2)), ("task_lora", dict(rank=2))])
+def test_an_agent_s_last_layers_learn_in_every_task(agent, cl, kw):
+    "Each of them is one linear layer, which is a whole part of the head."
+    agent, algo = make_agent(agent), make_algo(cl, 0, **kw)
+    agent.build(None, Spaces(8, 2, dict(left=4)))
+    model = agent.learner.model if hasattr(agent, "learner") else agent.model
+    for t in (0, 1, 2):
+        algo.prepare(model, t, None)
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        assert all(any(n.startswith(f"{part}.") for n in trained) for part in [n for n, _ in model.named_modules() if n.endswith((".logits", ".value"))])
+
+
 def test_hooks_are_called_once_for_each_optimizer_step(tmp_path, monkeypatch):
     "And `n_steps` says how many there will be, also where the last rollout of a stage is shorter."
     from clvla.cl.sequential import Sequential
@@ -91,8 +105,15 @@ def test_a_task_is_evaluated_with_its_own_weights(tmp_path):
     assert strip(RunFolder(tmp_path/"front")) == strip(RunFolder(tmp_path/"background"))
 
 
+def test_a_pair_is_evaluated_with_the_weights_of_its_task(tmp_path):
+    suite = dict(base="dot_2", env=dict(discrete=True), eval_env=dict(discrete=True), name="two")
+    run = learn_tasks(config(tmp_path/"run", "impala", "dwe", cl_kw=dict(units=2), suite=suite, n_trials=5, steps_per_task=1200, eval_every=1200), say=len)
+    of_pair = [[(r["reward"], r["steps"]) for r in run.episodes() if r["task"] == "left-test" and (r["stage"], r["step"]) == (t, None)] for t in (0, 1)]
+    assert of_pair[0] == of_pair[1] and len(of_pair[0]) == 5
+
+
 PLUGIN = '''
-from clvla.cl.all import algos
+from clvla.cl.all import algos, make_algo
 from clvla.cl.base import CLAlgorithm
 
 class Freeze(CLAlgorithm):

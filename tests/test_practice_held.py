@@ -1,4 +1,5 @@
 "Every way to practise under methods against forgetting: each network's hooks, what is drawn and remembered, the same bits after a crash, refusals."
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from test_practice import SMALL, Crash, crash_after
 from clvla.cl.all import algos, make_algo
 from clvla.cl.base import CLAlgorithm
+from clvla.cl.buffer import TaskBuffer, bytes_of
 from clvla.core.batch import first_weights, torch_rng
 from clvla.rl.actor import Actor, TwinCritic
 from clvla.rl.all import methods
@@ -205,6 +207,25 @@ def test_transitions_by_number_survive_a_file_and_a_loss(tmp_path):
             assert source.n_frames(name) == len(came[task]) and there and memory.left[task] > 0
             assert source.fetch(name, there)["y"].tolist() == came[task][memory.left[task]:]
             with pytest.raises(ValueError, match="raise capacity"): source.fetch(name, [0])
+            source.begin([name], 0)
+            assert sorted(y for b in source.sample_batches(99, 4, "fisher") for y in b["y"].tolist()) == came[task][memory.left[task]:]
+
+
+def test_a_memory_in_bytes_is_measured_before_a_task_has_been_attempted(tmp_path):
+    replay = Replay(20, dict(x=((3,), torch.float16)), dict(y=((), torch.float32)))
+    source = TransitionSource(lambda: replay, ["a", "b"], 0, view=lambda rows: {k: rows[k] for k in ("x", "y")})
+    memory = TaskBuffer(total_size="64 B")
+    for task, name in enumerate(source.ids):
+        memory.check_room(SimpleNamespace(stream=source, task_id=name, data=source))   # of a stream the ids are looked at
+        replay.push(dict(x=torch.ones(5, 3)), dict(start=[0, 1, 2, 3], next=[1, 2, 3, 4], y=torch.ones(4)), task)
+        memory.add_task(name, source)
+        assert memory.frame_bytes == bytes_of(source.fetch(name, [0])) == 16 and memory.total_size == 4
+    assert [len(v) for v in memory.frames.values()] == [2, 2]
+
+
+def test_a_memory_in_bytes_holds_a_critic(data, tmp_path):
+    run = practise(config(data, tmp_path/"run", "best_of_n", cl="derpp", cl_kw=dict(total_size="100 kB"), save_every=0), say=len)
+    assert {r["stage"] for r in run.logs()} == {0, 1}
 
 
 def test_old_states_of_a_replay_are_read():

@@ -27,7 +27,7 @@ from clvla.rl.cloning import Cloning
 from clvla.rl.config import PracticeConfig, base_config, resolve_practice
 from clvla.rl.episodes import load_episodes
 from clvla.rl.gains import gains
-from clvla.rl.learner import practise
+from clvla.rl.learner import Practice, practise
 from clvla.rl.method import PracticeContext
 from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
@@ -85,6 +85,24 @@ def test_a_task_that_comes_again_goes_on_to_other_starts(data, tmp_path):
     assert len(run.logs()) and not (starts[0] | starts[1]) & (starts[4] | starts[5]) and starts[0] == starts[2] and starts[4] == starts[6]
 
 
+def test_the_present_rates_are_those_of_the_step_after_a_crash(data, tmp_path, monkeypatch):
+    "MIR pretends steps by the groups that the engine knows; torch makes new ones of a state that it takes in."
+    rates, real = [], Cloning.update
+
+    def update(self):
+        numbers, p = real(self), next(iter(self.stage.params().values()))
+        rates.append((self.loop.engine.group(p)["lr"], numbers["lr"]))
+        return numbers
+    monkeypatch.setattr(Cloning, "update", update)
+    kw = TINY | dict(episodes=2, round_episodes=2)
+    with pytest.MonkeyPatch.context() as m:
+        crash_after(m, 5)
+        with pytest.raises(Crash): practise(config(data, tmp_path/"run", **kw), say=len)
+    n = len(rates)
+    practise(config(data, tmp_path/"run", **kw), say=len)
+    assert len(rates) > n and all(known == stepped for known, stepped in rates)
+
+
 @pytest.mark.parametrize("scope, seen", [("current", [["left"], ["right"], ["left"], ["right"]]),
                                          ("seen", [["left"], ["left", "right"], ["left", "right"], ["left", "right"]])])
 def test_the_current_tasks_are_those_of_the_stages(scope, seen):
@@ -94,6 +112,19 @@ def test_the_current_tasks_are_those_of_the_stages(scope, seen):
     ctx = PracticeContext(cfg=PracticeConfig(stream=True), tasks=tasks, policy=None, processor=None, data=None, stream=Stream("two", tasks, cycles=2),
                           cl=SimpleNamespace(scope=scope))
     assert [ctx.current(stage) for stage in stages_of(ctx.cfg, ctx.stream, 1)] == seen
+
+
+@pytest.mark.parametrize("algo, kw", [("cloning", dict(updates=2)), ("best_of_n", dict(updates=2, sample=4))])
+def test_a_probe_is_evaluated_and_not_practised(data, tmp_path, algo, kw):
+    "It has no demonstrations, either."
+    run = practise(config(data, tmp_path/"run", stream=False, suite=dict(base="dot_3", probes=["right"]), algo=algo, algo_kw=kw, episodes=2, round_episodes=2), say=len)
+    assert {e.task_id for e in load_episodes(run.path/"practice/round-000.safetensors")} == {"left", "up"}
+    assert {r["task"] for r in run.episodes() if r["stage"] == 0} == {"left", "right", "up"}
+
+
+def test_a_smoke_run_keeps_two_tasks_that_are_practised(data, tmp_path):
+    cfg = config(data, tmp_path/"run", suite=dict(base="dot_3", probes=["right"]), smoke=True)
+    assert [stage.name for stage in stages_of(cfg, stream_for(cfg), 1)] == ["left", "up"]
 
 
 def test_together_and_along_have_one_base_and_equal_first_rounds(data, tmp_path, done):
@@ -137,6 +168,19 @@ def test_a_crash_changes_nothing(data, tmp_path, done, n, save_every):
         crash_after(m, n)
         with pytest.raises(Crash): practise(config(data, tmp_path/"run", **kw), say=len)
     assert fingerprint(practise(config(data, tmp_path/"run", **kw), say=len).path) == fingerprint(done.path)
+
+
+def test_a_crash_between_two_stages_changes_nothing(data, tmp_path, done):
+    "The optimizer of the stage that begins is made after its first attempts, and a checkpoint is written before them."
+    real = Practice.evaluate
+
+    def evaluate(self, t, step=None):
+        if t == 0: raise Crash
+        real(self, t, step)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Practice, "evaluate", evaluate)
+        with pytest.raises(Crash): practise(config(data, tmp_path/"run", cl="er"), say=len)
+    assert fingerprint(practise(config(data, tmp_path/"run", cl="er"), say=len).path) == fingerprint(done.path)
 
 
 def test_a_crash_between_last_update_and_checkpoint(data, tmp_path, done, monkeypatch):

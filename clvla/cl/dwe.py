@@ -57,7 +57,7 @@ def layers_of(
 )->list:           # names of modules: `Grown` ones, and linear ones that have not grown yet
     "The layers that grow."
     owners = Counter(id(p) for m in policy.modules() for p in m.parameters(recurse=False))
-    in_head = [n for n,m in policy.named_modules() if n.startswith(policy.head_names) and type(m) is nn.Linear
+    in_head = [n for n,m in policy.named_modules() if f"{n}.".startswith(policy.head_names) and type(m) is nn.Linear
                and owners[id(m.weight)] == 1]
     grown = [n for n,m in policy.named_modules() if isinstance(m, Grown)]
     inside = tuple(f"{n}." for n in grown)

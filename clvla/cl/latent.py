@@ -135,6 +135,7 @@ def losses(self:Latent, ctx, drawn:list)->Tensor:
     noise,time = ctx.draw(len(drawn), self.noise)
     rows = self.rows_of(ctx, drawn)
     if rows is None: return torch.zeros(0, device=ctx.device)
+    ctx.n_aside += len(rows[POOLED])   # the head computes their gradients
     features = SimpleNamespace(pooled=rows[POOLED], n_actions=rows.get(N_ACTIONS))
     own = noise if getattr(ctx.policy, "needs_noise", True) else None   # what dropout alone needs is not the head's
     return ctx.policy.head.loss(features, rows[ACTION], rows[PAD], own, time)[0]

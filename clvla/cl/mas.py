@@ -51,6 +51,7 @@ def sensitivity(
             gs = [beside.grads_of(batch, noise, time)] if whole else sample_grads(beside, batch, noise, time)
             for g in gs: omega = omega + flat(g).float().abs()
             n += 1 if whole else B
+    ctx.n_aside += beside.n_aside
     if not n: raise ValueError("no batches to measure the answers on; give n_batches at least 1")
     return (omega if form == "batch" else ctx.reduce(omega))/n
 

@@ -45,7 +45,7 @@ def ranks_of(
     head_rank:int # of the head's linear layers; 0: no adapter there
 )->dict:          # name of a layer -> its rank
     "The layers that get adapters; ValueError where there is none."
-    head = [n for n,m in policy.named_modules() if type(m) is nn.Linear and n.startswith(policy.head_names)]
+    head = [n for n,m in policy.named_modules() if type(m) is nn.Linear and f"{n}.".startswith(policy.head_names)]
     ranks = dict.fromkeys(policy.lora_targets(), rank) | (dict.fromkeys(head, head_rank) if head_rank else {})
     if not ranks: raise ValueError(f"{type(policy).__name__} has no layer that takes an adapter; lora_targets() is []")
     return ranks

@@ -7,7 +7,7 @@ __all__ = ['segments', 'phases', 'PhaseBuffer', 'Phaser']
 
 # %% ../../nbs/cl/39_phaser.ipynb #f6686f4d
 import numpy as np
-from .buffer import TaskBuffer, draw_positions, quotas, slots
+from .buffer import TaskBuffer, draw_positions, n_trained, quotas, slots
 from .er import ER
 from .selection import TaskFrames
 from ..core.settings import Count, Passed, settled
@@ -75,7 +75,7 @@ class PhaseBuffer(TaskBuffer):
 
     def check_room(self, ctx):
         super().check_room(ctx)
-        share = [] if ctx.stream is None else quotas(len(ctx.stream.ids), self.total_size, self.buffer_size)
+        share = [] if ctx.stream is None else quotas(n_trained(ctx.stream), self.total_size, self.buffer_size)
         if any(n is not None and n < self.n_phases for n in share):
             raise ValueError(f"a memory of {min(share)} frames a task has no room for {self.n_phases} phases; raise buffer_size or "
                              f"total_size, or lower n_phases")

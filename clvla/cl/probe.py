@@ -98,6 +98,7 @@ def grads_together(ctx:CLContext, batch:dict, noise, time)->list:
         warnings.warn(f"the gradients of {type(ctx.policy).__name__} are computed one by one, which takes longer; "
                       f"vmap refuses it: {type(e).__name__}: {str(e)[:200]}", stacklevel=2)
         return list(grads_apart(ctx, batch, noise, time))
+    ctx.n_aside += batch_size(batch)   # as `forward` counts them, which was not called
     return [gs[i] for i in range(len(gs))]
 
 # %% ../../nbs/cl/02_probe.ipynb #52bc1ec5

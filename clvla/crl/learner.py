@@ -100,7 +100,7 @@ class AgentLearner(OnStream):
     @property
     def position(self)->tuple: return self.t,self.step   # as `Imitation`
     @property
-    def within(self): return self.cl.within if self.cl else None   # around a task's evaluation episodes
+    def within(self): return (lambda i: self.cl.within(self.stands_for(i))) if self.cl else None   # around a task's evaluation episodes
 
     def gather_weights(self): return nullcontext()
     def write(self, folder:Path): pass   # the agent's networks stand in algo.safetensors
@@ -109,11 +109,14 @@ class AgentLearner(OnStream):
 
 # %% ../../nbs/crl/11_learner.ipynb #3c1d6706
 @patch
+def stands_for(self:AgentLearner, task_id:str)->str:
+    "The task that a pair belongs to; of any other task its own id."
+    return {pair: i for i,pair in self.exp.pairs.items()}.get(task_id, task_id)
+
+@patch
 def mark(self:AgentLearner, task_id:str)->list:
     "What the state vector ends with in a task: which one it is, or nothing."
-    if not self.cfg.tell_task: return []
-    names = {i: i for i in self.exp.trained} | {pair: i for i,pair in self.exp.pairs.items()}
-    return [float(names.get(task_id) == i) for i in self.exp.trained]
+    return [float(self.stands_for(task_id) == i) for i in self.exp.trained] if self.cfg.tell_task else []
 
 @patch
 def release(self:AgentLearner):

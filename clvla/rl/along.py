@@ -19,8 +19,8 @@ def stages_of(
     stream,     # `Stream`
     updates:int # of the method, after each round
 )->list:        # of `Stage`
-    "What is practised in turn: all tasks together, or one after another."
-    n,ids = updates*cfg.n_rounds,[i for i in stream.ids if stream[i].trained]   # a probe is only played
+    "What is practised in turn: all tasks together, or one after another; probes are only evaluated."
+    n,ids = updates*cfg.n_rounds,[i for i in stream.ids if stream[i].trained]
     if cfg.stream: return [Stage(s.t, [s.task.id], s.task.id, n) for s in stream.stages]
     return [Stage(0, ids, ids[0] if len(ids) == 1 else JOINT, n)]
 

@@ -232,6 +232,7 @@ def enter(self:Cloning, stage):
     self.loader = self.loads(self.data, ids, self.seed, self.demo_share, self.k)
     self.stage = CLContext(policy=self.policy, stream=self.ctx.stream, data=self.data, loader=self.loader,
                            seed=self.seed, task_id=stage.name, t=stage.t, n_steps=stage.n_steps)
+    self.opt = self.ema = None   # until the first round of the stage was played
 
 @patch
 def start(self:Cloning): call_hook(self.ctx.cl, "on_task_start", self.stage)
@@ -252,8 +253,12 @@ def begin(self:Cloning):
     self.loader.renew()
     self.opt = make_optimizer(self.policy, cfg)
     self.ema = self.stage.average = EMA(self.policy, cfg.ema) if cfg.ema else None
-    engine = InPrecision(self.policy, self.opt, None, cfg.clip or None)
-    self.loop = Loop(self.stage, engine, guard=self.guard)
+    self.make_loop()
+
+@patch
+def make_loop(self:Cloning):
+    "What steps by the optimizer's present groups."
+    self.loop = Loop(self.stage, InPrecision(self.policy, self.opt, None, self.ctx.cfg.clip or None), guard=self.guard)
 
 @patch
 def end(self:Cloning):
@@ -287,15 +292,17 @@ def state_dict(self:Cloning)->dict:
     "To go on between two updates, or between two stages."
     if self.loader is None: return dict(k=self.k, under_way=None)
     return dict(k=self.k, under_way=dict(step=self.step, at=self.stage.step, loader=self.loader.state_dict(),
-                opt=self.opt.state_dict(), ema=self.ema.state_dict() if self.ema else None))
+                opt=self.opt.state_dict() if self.opt else None, ema=self.ema.state_dict() if self.ema else None))
 
 @patch
 def load_state_dict(self:Cloning, state):
     "Go on from a state; the stage has been entered where one was under way."
     self.k,stage = state["k"],state["under_way"]
     if stage is None: return
-    self.begin()
+    if stage["opt"]: self.begin()
     self.step,self.stage.step = stage["step"],stage["at"]
     self.loader.load_state_dict(stage["loader"])
+    if not stage["opt"]: return
     self.opt.load_state_dict(stage["opt"])
+    self.make_loop()   # torch has made new groups, in which the rates of the warm-up are set from here on
     if self.ema: self.ema.load_state_dict(stage["ema"])

@@ -147,9 +147,10 @@ def written_down(cfg:PracticeConfig)->PracticeConfig:
     return replace(cfg, algo_kw={k: defaults[k].default for k in OLDER.get(cfg.algo, {})} | cfg.algo_kw)
 
 def smoke_suite(cfg:PracticeConfig):
-    "Two tasks at most, as in imitation, and evaluations of `SMOKE_STEPS` steps at most."
+    "Two of the tasks that are trained, as in imitation, and evaluations of `SMOKE_STEPS` steps at most."
     stream = stream_for(cfg)
-    return two_of(cfg.suite, stream.name, stream.tasks[:2], len(stream.tasks) <= 2, SMOKE_STEPS)
+    two = [task for task in stream.tasks if task.trained][:2] or stream.tasks[:2]   # probes alone are refused later
+    return two_of(cfg.suite, stream.name, two, len(stream.tasks) <= len(two), SMOKE_STEPS)
 
 # %% ../../nbs/rl/20_config.ipynb #c200000e
 def base_config(

@@ -147,11 +147,13 @@ class TransitionSource:
 
     def draw(self, B:int)->dict: return self.replay().sample(B, stratified=True, tasks=self.now)
     def n_frames(self, task_id:str)->int: return max(1, self.replay().arrived(self.ids.index(task_id)))   # 1: a blank one
-    def fetch(self, task_id:str, idx)->dict: return self.rows([self.at(task_id, i) for i in idx])
+    def fetch(self, task_id:str, idx)->dict:   # before the first attempt at a task: the blank one, which a memory in bytes measures
+        begun = self.replay().arrived(self.ids.index(task_id))
+        return self.rows([self.at(task_id, i) for i in idx]) if begun else self.seen(self.replay().blank())
     def fetch_refs(self, refs:list)->dict: return self.rows([self.at(task_id, i) for task_id,i in refs])
     def at(self, task_id, i): return self.replay().row_of(self.ids.index(task_id), int(i))
-    def rows(self, at:list)->dict:
-        batch = self.replay().read(np.array(at, np.int64))
+    def rows(self, at:list)->dict: return self.seen(self.replay().read(np.array(at, np.int64)))
+    def seen(self, batch:dict)->dict:
         if self.view is not None: batch = self.view(batch)
         return with_pad(batch) if self.pad else batch
 
@@ -165,8 +167,9 @@ def episodes(self:TransitionSource, task_id:str)->np.ndarray:   # (n_frames,)
 
 @patch
 def sample_batches(self:TransitionSource, n_batches:int, B:int, purpose:str)->list:
-    "Transitions of the present tasks, each at most once; they move no draw."
-    all_of = [(task, i) for task in self.now for i in range(self.replay().arrived(task))]
+    "Transitions of the present tasks that are still there, each at most once; they move no draw."
+    replay = self.replay()
+    all_of = [(task, i) for task in self.now for i in range(replay.left[task], replay.arrived(task))]
     order = np_rng(self.seed, "practice", purpose, self.t).permutation(len(all_of))[:n_batches*B]
-    rows = [self.replay().row_of(*all_of[k]) for k in order]
+    rows = [replay.row_of(*all_of[k]) for k in order]
     return [self.rows(rows[k:k+B]) for k in range(0, len(rows), B)]

@@ -122,7 +122,7 @@ def build(self:Practice,
     policy.set_precision(cfg.precision)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
     self.demo_actions = {i: store.action for i,store in stores.items()}
-    self.method.prepare(PracticeContext(cfg=cfg, tasks=[task for task in self.stream.tasks if task.trained], policy=policy, processor=self.processor,
+    self.method.prepare(PracticeContext(cfg=cfg, tasks=[t for t in self.stream.tasks if t.trained], policy=policy, processor=self.processor,
                                         data=data, device=self.device, stream=self.stream, cl=self.cl, new_cl=lambda: make_cl(cfg),
                                         part=(self.acc.process_index, self.acc.num_processes)))
     self.load_or_store(checkpoint)

@@ -241,6 +241,13 @@ def read(
     x = ring.index_select(0, rows)
     return x.float() if out is None else out.copy_(x)
 
+@patch
+def blank(self:Replay)->dict:
+    "One transition of zeros, with the entries of a batch: for what is measured before the first one comes."
+    rings = self.states | self.fields | {f"next_{name}": ring for name,ring in self.states.items()}
+    rings |= dict(task=torch.zeros(0, dtype=torch.int64, device=self.device))
+    return {name: ring.new_zeros(1, *ring.shape[1:], dtype=torch.float32 if ring.is_floating_point() else None) for name,ring in rings.items()}
+
 # %% ../../nbs/rl/02_replay.ipynb #fd33e517
 @patch
 def _stratified(self:Replay, B:int, only:list|None=None)->np.ndarray:
