@@ -435,3 +435,23 @@ def test_a_checkpoint_is_evaluated_beside_its_tasks_on_their_pairs():
         trained = exp.trained[:t+1]
         assert cells("lower", t) == [i for i in exp.stream.ids if i.removesuffix(PAIR) in trained]
     assert cells("full", 0) == list(exp.stream.ids) and cells("lower", 0, exp.trained[1:]) == []
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_acting_weights_are_lag_updates_behind(lag):
+    "Also with a lag of one, and after a checkpoint."
+    from clvla.crl.experiment import Spaces
+    from clvla.crl.impala import IMPALA
+    spaces, make = Spaces(8, 2, dict(a=3)), lambda: IMPALA(n_envs=2, horizon=3, lag=lag, channels=2, hidden=4)
+    agent = make()
+    agent.build(None, spaces)
+    was = [agent.net.value.bias.item()]
+    for k in range(1, 7):
+        was.append(float(k))
+        agent.net.value.bias.data.fill_(k)
+        agent.publish()
+        if k == 4:
+            state, agent = agent.state_dict(), make()
+            agent.build(None, spaces)
+            agent.load_state_dict(state)
+        assert agent.acting().value.bias.item() == was[max(0, k-lag)]

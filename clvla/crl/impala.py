@@ -104,7 +104,7 @@ def build(self:IMPALA, exp, spaces, device="cpu"):
     self.actor = self.make_net(spaces).to(device) if self.lag else self.net
     self.actor.load_state_dict(self.net.state_dict())
     self.opt = torch.optim.RMSprop(self.net.parameters(), lr=self.lr, alpha=.99, eps=1e-5)
-    self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag)   # the first is what acts
+    self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag+1)   # the first is what acts, the last what learns
     self.model = UnrollModel(self.net, self.row_losses)
 
 @patch
@@ -171,7 +171,7 @@ def load_state_dict(self:IMPALA, state:dict):
     "Continue from a stored state."
     self.net.load_state_dict(state["net"])
     self.opt.load_state_dict(state["opt"])
-    self.older = deque(state["older"], maxlen=self.lag)
+    self.older = deque(state["older"], maxlen=self.lag+1)
     if self.lag: self.actor.load_state_dict(self.older[0])
 
 # %% ../../nbs/crl/04_impala.ipynb #a55ef674
