@@ -455,3 +455,18 @@ def test_the_acting_weights_are_lag_updates_behind(lag):
             agent.build(None, spaces)
             agent.load_state_dict(state)
         assert agent.acting().value.bias.item() == was[max(0, k-lag)]
+
+
+def test_an_evaluation_asks_the_weights_that_learn():
+    "Also where older ones play: what a stage has learnt, or a method has merged at its end, is what its evaluation is of."
+    import torch
+    from clvla.crl.experiment import Spaces
+    from clvla.crl.impala import IMPALA
+    agent = IMPALA(n_envs=2, horizon=3, lag=2, channels=2, hidden=4)
+    agent.build(None, Spaces(8, 2, dict(a=3)))
+    obs = dict(image=torch.zeros(1, 8, 8, 3, dtype=torch.uint8), state=torch.zeros(1, 2), n_actions=torch.tensor([3]))
+    before = agent.act(obs, torch.zeros(1))["logps"]
+    agent.net.logits.bias.data += torch.tensor([1., 0., 0.])
+    agent.publish()
+    assert torch.equal(agent.act(obs, torch.zeros(1))["logps"], before)
+    assert torch.allclose(agent.predict(obs, torch.zeros(1))["logps"], agent.net(obs)[0]) and not torch.allclose(agent.net(obs)[0], before)

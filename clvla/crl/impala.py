@@ -114,12 +114,17 @@ def acting(self:IMPALA)->PictureNet:
 
 @patch
 @torch.no_grad()
-def act(self:IMPALA, obs:dict, draws:Tensor)->dict:
-    "Actions drawn from the acting weights, all log-probabilities, and values."
-    logps,v = self.actor(to_device(obs, self.device))
+def act(self:IMPALA, obs:dict, draws:Tensor, net=None)->dict:
+    "Actions drawn from the acting weights, or from a network, all log-probabilities, and values."
+    logps,v = (net or self.actor)(to_device(obs, self.device))
     logps,v = logps.cpu(),v.cpu()
     action = choose(logps, draws)
     return dict(action=action, logp=logps.gather(1, action[:, None])[:, 0], logps=logps, v=v)
+
+@patch
+def predict(self:IMPALA, obs:dict, draws:Tensor)->dict:
+    "As `act`, by the weights that learn."
+    return self.act(obs, draws, self.net) if self.lag else self.act(obs, draws)
 
 # %% ../../nbs/crl/04_impala.ipynb #c740000d
 @patch
