@@ -168,6 +168,19 @@ def test_lwf_penalty_is_exactly_zero_at_the_first_update(head, prompts):
     run(lwf, loop, 2, 2)
     assert float(lwf.last) > 0
 
+@pytest.mark.parametrize("other", ["olora", "keeplora", "dwe", "progressive"])
+def test_lwf_beside_added_parameters_asks_the_policy_of_the_task_before(other):
+    "What another algorithm adds in a task is no part of the teacher, which would be the student itself."
+    from clvla.cl.all import make_algo
+    from clvla.cl.lwf import answers
+    algo,loop = make_algo(f"{other}+lwf", 0, **{other: dict(units=4) if other == "dwe" else dict(rank=2)}),quick_loop(STREAM)
+    lwf,batch,seen = algo.algos[1],STREAM.test.fetch(STREAM.ids[2], range(8)),[]
+    for t in range(2): run(algo, loop, t, 6)
+    assert float(lwf.last) > 0
+    with torch.no_grad(), algo.eval_policy(loop.ctx.policy, STREAM.ids[1]): before = loop.ctx.policy(batch)[1]["pred"]
+    run(algo, loop, 2, 3, look=lambda loop: seen.append(answers(loop.ctx.policy, lwf.teacher, batch, {}, 1)["pred"]))
+    assert float(lwf.last) > 0 and all(torch.allclose(x, before, atol=1e-5) for x in seen)
+
 def test_lwf_sees_the_noise_of_the_training_forward():
     policy,lwf = tiny("flow"),LwF(1., "current")
     ctx = trained_on(lwf, policy, "flow")

@@ -212,3 +212,27 @@ def test_results_are_kept_by_code_and_settings(tmp_path):
     keys = [run_key(*run) for run in runs]
     assert len(set(keys)) == len(runs) and None not in keys and keys == [run_key(*run) for run in runs]
     assert run_key(Grows(), 0, {}) is None and run_key(Compose(Grows()), 0, {}) is None
+
+
+@pytest.mark.parametrize("name", ["si+gpm", "gpm+si", "agem+si", "rwalk+gpm"])
+def test_a_part_that_measures_an_update_sees_it_whole(monkeypatch, name):
+    "Whatever the order: the gradient before another part changes it, and the movement that is left in the end."
+    from clvla.cl.all import make_algo
+    algo, loop, seen = make_algo(name, 0), quick_loop(STREAM), []
+    si = next(a for a in algo.algos if "w" in vars(a) or "path" in vars(a))
+    quick_task(algo, loop, 0, steps=12)
+    weights = lambda ctx: flat(ctx.params().values()).detach().clone()
+    back, step = Compose.after_backward, Compose.after_step
+    def after_backward(self, ctx):
+        seen[:] = [flat(ctx.grads()).clone(), weights(ctx)]
+        back(self, ctx)
+    def after_step(self, ctx):
+        before = si.w if "w" in vars(si) else si.path[0]
+        step(self, ctx)
+        g, theta = seen
+        fall = (si.w if "w" in vars(si) else si.path[0])-before
+        g = g - 2*si.lam*si.omega*(theta-si.star)
+        assert torch.allclose(fall, -g*(weights(ctx)-theta), atol=1e-7)
+    monkeypatch.setattr(Compose, "after_backward", after_backward)
+    monkeypatch.setattr(Compose, "after_step", after_step)
+    quick_task(algo, loop, 1, steps=8)

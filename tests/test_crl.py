@@ -435,3 +435,38 @@ def test_a_checkpoint_is_evaluated_beside_its_tasks_on_their_pairs():
         trained = exp.trained[:t+1]
         assert cells("lower", t) == [i for i in exp.stream.ids if i.removesuffix(PAIR) in trained]
     assert cells("full", 0) == list(exp.stream.ids) and cells("lower", 0, exp.trained[1:]) == []
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_acting_weights_are_lag_updates_behind(lag):
+    "Also with a lag of one, and after a checkpoint."
+    from clvla.crl.experiment import Spaces
+    from clvla.crl.impala import IMPALA
+    spaces, make = Spaces(8, 2, dict(a=3)), lambda: IMPALA(n_envs=2, horizon=3, lag=lag, channels=2, hidden=4)
+    agent = make()
+    agent.build(None, spaces)
+    was = [agent.net.value.bias.item()]
+    for k in range(1, 7):
+        was.append(float(k))
+        agent.net.value.bias.data.fill_(k)
+        agent.publish()
+        if k == 4:
+            state, agent = agent.state_dict(), make()
+            agent.build(None, spaces)
+            agent.load_state_dict(state)
+        assert agent.acting().value.bias.item() == was[max(0, k-lag)]
+
+
+def test_an_evaluation_asks_the_weights_that_learn():
+    "Also where older ones play: what a stage has learnt, or a method has merged at its end, is what its evaluation is of."
+    import torch
+    from clvla.crl.experiment import Spaces
+    from clvla.crl.impala import IMPALA
+    agent = IMPALA(n_envs=2, horizon=3, lag=2, channels=2, hidden=4)
+    agent.build(None, Spaces(8, 2, dict(a=3)))
+    obs = dict(image=torch.zeros(1, 8, 8, 3, dtype=torch.uint8), state=torch.zeros(1, 2), n_actions=torch.tensor([3]))
+    before = agent.act(obs, torch.zeros(1))["logps"]
+    agent.net.logits.bias.data += torch.tensor([1., 0., 0.])
+    agent.publish()
+    assert torch.equal(agent.act(obs, torch.zeros(1))["logps"], before)
+    assert torch.allclose(agent.predict(obs, torch.zeros(1))["logps"], agent.net(obs)[0]) and not torch.allclose(agent.net(obs)[0], before)

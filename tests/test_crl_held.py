@@ -73,13 +73,14 @@ def test_an_agent_s_last_layers_learn_in_every_task(agent, cl, kw):
 def test_hooks_are_called_once_for_each_optimizer_step(tmp_path, monkeypatch):
     "And `n_steps` says how many there will be, also where the last rollout of a stage is shorter."
     from clvla.cl.sequential import Sequential
-    for algo in ("impala", "ppo"):
+    odd = dict(steps_per_task=33, algo_kw=dict(n_envs=8, horizon=4, minibatch=4, epochs=2))   # the last step is made in all environments
+    for algo,name,kw in (("impala", "impala", {}), ("ppo", "ppo", {}), ("ppo", "odd", odd)):
         seen = []
         monkeypatch.setattr(Sequential, "after_step", lambda self, ctx: seen.append((ctx.t, ctx.step, ctx.n_steps)), raising=False)
-        learn_tasks(config(tmp_path/algo, algo, "sequential"), say=len)
+        learn_tasks(config(tmp_path/name, algo, "sequential", **kw), say=len)
         for t in (0, 1):
             steps = [step for stage,step,_ in seen if stage == t]
-            assert steps == list(range(len(steps))) and {n for stage,_,n in seen if stage == t} == {len(steps)}, algo
+            assert steps == list(range(len(steps))) and {n for stage,_,n in seen if stage == t} == {len(steps)}, name
 
 
 def test_replayed_unrolls_are_of_finished_tasks(tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ class Compose(CLAlgorithm):
         self.new_params = any(a.new_params for a in algos)
         self.same_params = any(a.same_params for a in algos)
         self.merges = any(a.merges for a in algos)
+        self.watches = any(a.watches for a in algos)
         self.whole_task = any(a.whole_task for a in algos)
         self.asks = tuple(dict.fromkeys(ask for a in algos for ask in a.asks))
 
@@ -56,8 +57,10 @@ class Compose(CLAlgorithm):
     def compute_penalty(self, ctx):
         penalties = [p for p in self.each("compute_penalty", ctx) if p is not None]
         return sum(penalties[1:], penalties[0]) if penalties else None
-    def after_backward(self, ctx): self.each("after_backward", ctx)
-    def after_step(self, ctx): self.each("after_step", ctx)
+    def after_backward(self, ctx):
+        for a in sorted(self.algos, key=lambda a: not a.watches): call_hook(a, "after_backward", ctx)
+    def after_step(self, ctx):
+        for a in sorted(self.algos, key=lambda a: a.watches): call_hook(a, "after_step", ctx)
     def on_task_end(self, ctx):
         for a in sorted(self.algos, key=lambda a: not a.merges): call_hook(a, "on_task_end", ctx)
 

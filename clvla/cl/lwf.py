@@ -6,12 +6,14 @@
 __all__ = ['WORDS', 'LwF', 'answers', 'weights_of']
 
 # %% ../../nbs/cl/13_lwf.ipynb #9b5e8299
+import math
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.func import functional_call
 from .base import CLAlgorithm
 from .derpp import output_error, softened
+from .task_lora import Beside
 from ..core.batch import to_device
 from ..core.names import N_ACTIONS, PAD, PROMPT
 from ..core.settings import Choice, Number, settled
@@ -40,7 +42,7 @@ class LwF(CLAlgorithm):
             batch = self.asked(ctx)
             out = ctx.forward(batch, **given)[1]
         self.teacher = to_device(self.teacher, ctx.device)
-        penalty = self.lam*self.difference(out, answers(ctx.policy, self.teacher, batch, given), batch)
+        penalty = self.lam*self.difference(out, answers(ctx.policy, self.teacher, batch, given, ctx.t-1), batch)
         self.last = penalty.detach()
         return penalty
 
@@ -59,16 +61,20 @@ def answers(
     policy,
     weights:dict, # name -> tensor, used instead of the policy's own
     batch:dict,
-    given:dict    # noise and time
+    given:dict,   # noise and time
+    last:float=math.inf # what layers got in later stages is left out, where they know the stage
 )->dict:          # `pred` and `pooled`
     "What the policy puts out with other weights, in evaluation mode."
     training,params = [m for m in policy.modules() if m.training],dict(policy.named_parameters())
+    staged = [m for m in policy.modules() if isinstance(m, Beside) and hasattr(m, "last")]
     own = params | dict(policy.named_buffers())   # tied weights under their first name, as functional_call wants them
     weights = {k: x.detach().requires_grad_(k in params) for k,x in weights.items() if k in own}
     policy.train(False)
+    for m in staged: m.last = last
     try: return {k: x.detach() for k,x in functional_call(policy, weights, (batch,), given)[1].items()}
     finally:
         for m in training: m.training = True
+        for m in staged: m.last = math.inf
 
 def weights_of(policy)->dict:
     "Copies of what training changes: trained parameters, and the buffers that a checkpoint holds."
@@ -76,6 +82,11 @@ def weights_of(policy)->dict:
             if x.requires_grad or not isinstance(x, nn.Parameter)}
 
 # %% ../../nbs/cl/13_lwf.ipynb #2dbb41f9
+@patch
+def on_task_start(self:LwF, ctx):
+    "What another algorithm has just added to the policy belongs to the teacher as it is now, before it learns."
+    if self.teacher: self.teacher = weights_of(ctx.policy) | self.teacher
+
 @patch
 def observe(self:LwF, batch, ctx):
     "Note the task's instruction."

@@ -33,6 +33,7 @@ def unit_max(x:Tensor)->Tensor:
 # %% ../../nbs/cl/25_rwalk.ipynb #f2a02513
 class RWalk(L2):
     "Riemannian walk."
+    watches = True
     @settled
     def __init__(self,
         lam:Number(0)=1., # strength of the penalty, eq. 8

@@ -35,6 +35,7 @@ def task_gradient(
 # %% ../../nbs/cl/19_si.ipynb #f2a01911
 class SI(L2):
     "Synaptic intelligence."
+    watches = True
     @settled
     def __init__(self,
         c:Number(0)=1.,     # strength of the penalty, eq. 4

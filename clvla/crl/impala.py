@@ -104,7 +104,7 @@ def build(self:IMPALA, exp, spaces, device="cpu"):
     self.actor = self.make_net(spaces).to(device) if self.lag else self.net
     self.actor.load_state_dict(self.net.state_dict())
     self.opt = torch.optim.RMSprop(self.net.parameters(), lr=self.lr, alpha=.99, eps=1e-5)
-    self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag)   # the first is what acts
+    self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag+1)   # the first is what acts, the last what learns
     self.model = UnrollModel(self.net, self.row_losses)
 
 @patch
@@ -114,12 +114,17 @@ def acting(self:IMPALA)->PictureNet:
 
 @patch
 @torch.no_grad()
-def act(self:IMPALA, obs:dict, draws:Tensor)->dict:
-    "Actions drawn from the acting weights, all log-probabilities, and values."
-    logps,v = self.actor(to_device(obs, self.device))
+def act(self:IMPALA, obs:dict, draws:Tensor, net=None)->dict:
+    "Actions drawn from the acting weights, or from a network, all log-probabilities, and values."
+    logps,v = (net or self.actor)(to_device(obs, self.device))
     logps,v = logps.cpu(),v.cpu()
     action = choose(logps, draws)
     return dict(action=action, logp=logps.gather(1, action[:, None])[:, 0], logps=logps, v=v)
+
+@patch
+def predict(self:IMPALA, obs:dict, draws:Tensor)->dict:
+    "As `act`, by the weights that learn."
+    return self.act(obs, draws, self.net) if self.lag else self.act(obs, draws)
 
 # %% ../../nbs/crl/04_impala.ipynb #c740000d
 @patch
@@ -171,7 +176,7 @@ def load_state_dict(self:IMPALA, state:dict):
     "Continue from a stored state."
     self.net.load_state_dict(state["net"])
     self.opt.load_state_dict(state["opt"])
-    self.older = deque(state["older"], maxlen=self.lag)
+    self.older = deque(state["older"], maxlen=self.lag+1)
     if self.lag: self.actor.load_state_dict(self.older[0])
 
 # %% ../../nbs/crl/04_impala.ipynb #a55ef674

@@ -163,8 +163,8 @@ def begin(self:AgentLearner, stage:Stage):
 @patch
 def n_steps_of(self:AgentLearner, stage:Stage)->int:
     "Optimizer steps of a stage."
-    last = self.exp.stages[stage.t].steps-(stage.n_steps-1)*self.per_update
-    return (stage.n_steps-1)*self.agent.steps_in(self.per_update)+self.agent.steps_in(last)
+    n,last = self.agent.n_envs,self.exp.stages[stage.t].steps-(stage.n_steps-1)*self.per_update
+    return (stage.n_steps-1)*self.agent.steps_in(self.per_update)+self.agent.steps_in(-(-last//n)*n)   # all environments step
 
 @patch
 def make_lanes(self:AgentLearner, stage:Stage):
