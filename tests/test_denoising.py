@@ -162,3 +162,17 @@ def test_a_killed_run_goes_on_to_the_bit(data, tmp_path, monkeypatch):
         with pytest.raises(Crash): train_cl(cfg, say=len)
     assert RunFolder(cfg.run_dir).status == "interrupted"
     assert fingerprint(train_cl(cfg, say=len).path) == fingerprint(whole.path)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_actions_that_the_sampler_would_cut_off_are_refused(name):
+    "The sampler gives actions in [-1,1] alone: with mean_std a policy had never reached beyond one deviation."
+    from types import SimpleNamespace
+    run = lambda **kw: SimpleNamespace(**dict(model=name, model_kw={}, image_size=32, chunk=8, head="diffusion", action_norm="mean_std") | kw)
+    policy, batch = make_policy(name, 32), make_batch(2)
+    chunk = policy.predict_chunk(batch, noise=torch.full((2, policy.H, policy.noise_size), 50.))
+    assert chunk.abs().max() <= 1
+    with pytest.raises(ValueError, match="action_norm is 'mean_std'.*cut off.*'min_max'"): check_policy(run())
+    check_policy(run(action_norm="min_max")); check_policy(run(action_norm=""))
+    check_policy(run(model_kw=dict(options=dict(clip_sample=False))))
+    assert policies[name].defaults["action_norm"] == "min_max"
