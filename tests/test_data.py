@@ -489,3 +489,12 @@ def test_fractions_of_a_later_episode_are_never_cut_off(tmp_path):
     whole = episode(3) | {ACTION: np.ones((3, 3), np.int32)}
     with pytest.raises(ValueError, match="'action' is int32 in the first episode and float32"): write_store(tmp_path/"a", [whole, episode(3)])
     assert np.allclose(write_store(tmp_path/"b", [episode(3), whole]).action[-1], 1)
+
+
+def test_two_revisions_never_share_a_folder(tmp_path):
+    "exp/1 had been answered with what was fetched as exp-1."
+    from clvla.data.partition import fetch
+    there = tmp_path/"hub/lab/arm@exp-1"
+    there.mkdir(parents=True); write_json(there/".fetched.json", dict(repository="lab/arm", revision="exp-1"))
+    assert fetch("hf:lab/arm@exp-1", tmp_path) == there
+    with pytest.raises(ValueError, match="holds revision 'exp-1' of lab/arm, and 'exp/1'"): fetch("hf:lab/arm@exp/1", tmp_path)
