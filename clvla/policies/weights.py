@@ -147,7 +147,7 @@ def check_stored(
             raise ValueError(f"{folder} was stored with LoRA {k} {stored.get(k)}, this policy has {lora.get(k)}; "
                              f"{fits}")
     order = lambda config: list(camera_pixels(config.get("image_size"), config.get("cameras") or ()))
-    theirs,ours = order(about["config"]),order(policy.config)
+    theirs,ours = order(about.get("config", {})),order(policy.config)
     if theirs != ours and sorted(theirs) == sorted(ours):
         raise ValueError(f"{folder} was trained with the cameras in the order {theirs}, this policy has {ours}, and one camera would "
                          f"get the weights of another; build it in that order: model_kw={{'cameras': {theirs}}}")
