@@ -475,3 +475,26 @@ def test_importing_data_is_light():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1],
                          check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_two_keys_never_lie_in_one_file(tmp_path):
+    "`next.state` had overwritten `observation.state`."
+    ep = episode(4) | {"next.state": np.full((4, 2), 99, np.float32)}
+    with pytest.raises(ValueError, match="'observation.state' and 'next.state' would lie in one file"): write_store(tmp_path/"a", [ep])
+    with pytest.raises(ValueError, match="'at.episode'|'episode'"): write_store(tmp_path/"b", [episode(4) | {"at.episode": np.zeros((4, 1), np.float32)}])
+    assert np.allclose(write_store(tmp_path/"c", [episode(4) | {"next.velocity": np.ones((4, 2), np.float32)}]).state, episode(4)[STATE])
+
+def test_fractions_of_a_later_episode_are_never_cut_off(tmp_path):
+    "The first episode's actions are whole numbers: .5 of the second one had become 0."
+    whole = episode(3) | {ACTION: np.ones((3, 3), np.int32)}
+    with pytest.raises(ValueError, match="'action' is int32 in the first episode and float32"): write_store(tmp_path/"a", [whole, episode(3)])
+    assert np.allclose(write_store(tmp_path/"b", [episode(3), whole]).action[-1], 1)
+
+
+def test_two_revisions_never_share_a_folder(tmp_path):
+    "exp/1 had been answered with what was fetched as exp-1."
+    from clvla.data.partition import fetch
+    there = tmp_path/"hub/lab/arm@exp-1"
+    there.mkdir(parents=True); write_json(there/".fetched.json", dict(repository="lab/arm", revision="exp-1"))
+    assert fetch("hf:lab/arm@exp-1", tmp_path) == there
+    with pytest.raises(ValueError, match="holds revision 'exp-1' of lab/arm, and 'exp/1'"): fetch("hf:lab/arm@exp/1", tmp_path)

@@ -162,3 +162,37 @@ def test_a_killed_run_goes_on_to_the_bit(data, tmp_path, monkeypatch):
         with pytest.raises(Crash): train_cl(cfg, say=len)
     assert RunFolder(cfg.run_dir).status == "interrupted"
     assert fingerprint(train_cl(cfg, say=len).path) == fingerprint(whole.path)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_actions_that_the_sampler_would_cut_off_are_refused(name):
+    "The sampler gives actions in [-1,1] alone: with mean_std a policy had never reached beyond one deviation."
+    from types import SimpleNamespace
+    run = lambda **kw: SimpleNamespace(**dict(model=name, model_kw={}, image_size=32, chunk=8, head="diffusion", action_norm="mean_std") | kw)
+    policy, batch = make_policy(name, 32), make_batch(2)
+    chunk = policy.predict_chunk(batch, noise=torch.full((2, policy.H, policy.noise_size), 50.))
+    assert chunk.abs().max() <= 1
+    with pytest.raises(ValueError, match="action_norm is 'mean_std'.*cut off.*'min_max'"): check_policy(run())
+    check_policy(run(action_norm="min_max")); check_policy(run(action_norm=""))
+    check_policy(run(model_kw=dict(options=dict(clip_sample=False))))
+    assert policies[name].defaults["action_norm"] == "min_max"
+
+
+def test_a_later_task_that_would_be_cut_off_is_named(tmp_path):
+    "With stats='first' a later task's actions reach three times as far, and the sampler could not give them."
+    import numpy as np
+    from clvla.data.frames import write_store
+    from clvla.data.streams import Stream, Task
+    from clvla.train.config import TrainConfig
+    from clvla.train.prepare import make_processor
+    def store(name, a):
+        action = np.linspace(-a, a, 30, dtype=np.float32).reshape(15, 2)
+        return write_store(tmp_path/name, [{IMAGE: np.zeros((15, 8, 8, 3), np.uint8), STATE: action, ACTION: action, PROMPT: name}])
+    stores, stream = dict(near=store("near", .3), wide=store("wide", 1.)), Stream("two", [Task("near", "near", "near"), Task("wide", "wide", "wide")])
+    cfg = lambda **kw: TrainConfig(suite="x", run_dir=str(tmp_path/"run"), action_norm="min_max", state_norm="mean_std", **dict(stats="first", model=NAMES[0]) | kw)
+    with pytest.raises(ValueError, match="'wide' reach 3.* times the range.*cut off.*stats='global'.*accept='range'"): make_processor(stream, stores, cfg())
+    said = []
+    make_processor(stream, stores, cfg(accept="range"), said.append)
+    assert ["accepted (range)" in line for line in said] == [True]
+    for kw in (dict(stats="global"), dict(model="tiny"), dict(model_kw=dict(options=dict(clip_sample=False)))): make_processor(stream, stores, cfg(**kw), said.append)
+    assert len(said) == 1

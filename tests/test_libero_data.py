@@ -309,6 +309,17 @@ def test_own_recordings_are_known_by_their_note(tmp_path):
         write_json(tmp_path/"turn/demos.json", note); assert L.own_note(path) is None
 
 
+def test_own_recordings_are_tried_in_the_environment_that_they_were_recorded_in(tmp_path):
+    "A recording with wide starts and full meshes had been evaluated at LIBERO's own starts, with light meshes."
+    task = libero_task("libero_goal", "turn_on_the_stove"); path = write_lerobot(tmp_path/"turn/lerobot", [drawn(text=task.prompt)])
+    env = task.env | dict(places="exchanged", sides="mirrored", visuals="full", max_steps=400)
+    write_json(tmp_path/"turn/demos.json", dict(settings=dict(task=task.id, env=env), files={}))
+    assert make_stream(str(path)).tasks[0].env == {**env, "cameras": ["front", "wrist"]}
+    assert make_stream(dict(base=str(path), env=dict(max_steps=90))).tasks[0].env["max_steps"] == 90
+    write_json(tmp_path/"turn/demos.json", dict(settings=dict(task=task.id, env=env | dict(planes=1)), files={}))
+    with pytest.raises(ValueError, match="no entry 'planes'"): make_stream(str(path))
+
+
 # conversions
 
 def test_axis_angle_against_rotation_matrices():

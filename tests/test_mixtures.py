@@ -258,3 +258,12 @@ def test_any_kind_plays_a_data_sets_task(tmp_path, env, data, fps, said):
     if said:
         with pytest.raises(ValueError, match=said): check_tried(make_stream(suite).tasks[0], 32)
     else: check_tried(make_stream(suite).tasks[0], 32)
+
+
+def test_a_first_data_set_that_says_little_hides_no_difference_of_the_others(tmp_path):
+    "The first has no robot_type: the others had not been compared with one another."
+    a, b, c = [data_set(tmp_path/name, name, robot_type=robot) for name, robot in (("a", None), ("b", "panda"), ("c", "ur5"))]
+    with pytest.raises(ValueError, match="b and .*c differ in robot_type: panda and ur5"): check_mixture(stream_of(a, b, c))
+    assert len(check_mixture(stream_of(a, b, c), "robot")) == 1
+    d = data_set(tmp_path/"d", "d", robot_type="panda")
+    assert check_mixture(stream_of(a, b, d)) == [] and len(check_mixture(stream_of(b, c, d), "robot")) == 1

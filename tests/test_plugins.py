@@ -155,3 +155,22 @@ def test_a_plugin_that_cannot_be_taken_is_named_at_the_door(tmp_path, text, says
     (tmp_path/"bad.py").write_text(text)
     with pytest.raises(ValueError) as e: TrainConfig.of(plugins=[str(tmp_path/"bad.py")])
     assert "plugin" in str(e.value) and "bad.py" in str(e.value) and says in str(e.value)
+
+
+def test_one_plugin_never_takes_out_another(tmp_path):
+    "my.py had been taken for a newer my_algo.py, and b/plug.py for a newer a/plug.py, whose entries went without a word."
+    from clvla.core.plugins import load_plugins
+    from clvla.policies.heads import heads
+    def plugin(path, name):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"from clvla.policies.heads import heads\nclass Head: pass\nheads['{name}'] = Head\n")
+        return str(path)
+    load_plugins([plugin(tmp_path/"taken_algo.py", "taken_one"), plugin(tmp_path/"taken.py", "taken_two")])
+    try:
+        assert {"taken_one", "taken_two"} <= {*heads}
+        load_plugins([plugin(tmp_path/"taken.py", "taken_three")])   # a newer version of one file
+        assert "taken_two" not in heads and {"taken_one", "taken_three"} <= {*heads}
+        with pytest.raises(ValueError, match="have one name.*rename"):
+            load_plugins([plugin(tmp_path/"a/plug.py", "taken_four"), plugin(tmp_path/"b/plug.py", "taken_five")])
+    finally:
+        for name in [name for name in heads if name.startswith("taken_")]: heads.pop(name)

@@ -9,7 +9,7 @@ from clvla.policies.base import Context, n_params, param_groups
 from clvla.policies.ema import EMA
 from clvla.policies.heads import DiscreteHead, FlowHead, L1Head, heads, masked_mean
 from clvla.policies.tiny import Eye, Tiny, embed, hash_words, word_ids
-from clvla.policies.weights import load_weights, save_policy
+from clvla.policies.weights import init_weights, load_weights, save_policy
 
 torch.set_num_threads(1)
 SHORT,LONG = "open a drawer","rotate the faucet counter-clockwise until the water in the kitchen runs"
@@ -374,3 +374,13 @@ def test_instructions_are_looked_at_before_training():
 def test_a_head_of_ones_own():
     assert set(Tiny.heads) <= set(heads)
     with pytest.raises(ValueError, match="no head 'mine'"): make_policy("tiny", head="mine")
+
+
+def test_weights_never_go_to_another_camera(tmp_path):
+    "With three cameras in another order, init_from had given the wrist camera the eye of the side camera."
+    wrist, side = "observation.images.wrist", "observation.images.side"
+    save_policy(make_policy("tiny", 32, cameras=[IMAGE, wrist, side]), "tiny", tmp_path/"a")
+    with pytest.raises(ValueError, match="cameras in the order .*wrist.*side.* this policy has .*side.*wrist"):
+        init_weights(make_policy("tiny", 32, cameras=[IMAGE, side, wrist]), tmp_path/"a")
+    init_weights(make_policy("tiny", 32, cameras=[IMAGE, wrist, side], seed=1), tmp_path/"a")
+    init_weights(make_policy("tiny", {IMAGE: 32, wrist: 32, side: 32}, seed=1), tmp_path/"a")

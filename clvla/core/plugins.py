@@ -6,7 +6,7 @@
 __all__ = ['Plugin', 'load_plugins', 'is_file', 'loaded', 'describe']
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10003
-import importlib, importlib.machinery, importlib.metadata, importlib.util, sys, traceback
+import importlib, importlib.machinery, importlib.metadata, importlib.util, re, sys, traceback
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -37,7 +37,8 @@ def _load_file(path:Path)->Plugin:
     digest = sha256(path)
     module = f"clvla_plugin_{path.stem}_{digest[:12]}"
     if module not in sys.modules:
-        for other in [name for name in sys.modules if name.startswith(f"clvla_plugin_{path.stem}_")]: _forget(other)
+        older = re.compile(rf"clvla_plugin_{re.escape(path.stem)}_[0-9a-f]{{12}}").fullmatch   # my_algo.py is no older my.py
+        for other in [name for name in sys.modules if older(name)]: _forget(other)
         spec = importlib.util.spec_from_file_location(module, path, loader=_Source(module, str(path)))
         sys.modules[module] = importlib.util.module_from_spec(spec)
         _import(str(path), module, lambda: spec.loader.exec_module(sys.modules[module]))
@@ -89,6 +90,7 @@ def load_plugins(
     "Import plugins, each once, and those that installed packages offer; ValueError names one that cannot be imported."
     for module in _offered():
         if module not in _loaded: _loaded[module] = _load_module(module, "entry point")
+    _check_stems(names)
     for name in names:
         if isinstance(name, Path): name = str(name.expanduser().resolve())
         if not isinstance(name, str) or not name:
@@ -97,6 +99,16 @@ def load_plugins(
             path = Path(name).expanduser().resolve()
             _loaded[str(path)] = _load_file(path)
         elif name not in _loaded: _loaded[name] = _load_module(name)
+
+def _check_stems(names):
+    "ValueError for two different files of one name, of which the second would be taken for a newer version of the first."
+    there = {}
+    for path in [Path(name).expanduser().resolve() for name in names if isinstance(name, Path) or isinstance(name, str) and is_file(name)]:
+        if not path.is_file(): continue   # named by `_load_file`
+        other = there.setdefault(path.stem, path)
+        if other != path and sha256(other) != sha256(path):
+            raise ValueError(f"plugins {str(other)!r} and {str(path)!r} have one name, and the second would take the place of the first; "
+                             "rename one of the files")
 
 def is_file(name:str)->bool:
     "Whether a plugin is given as a file."

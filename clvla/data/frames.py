@@ -100,6 +100,8 @@ def _new_array(path:Path, dtype, shape:tuple)->np.ndarray:
 def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
     "Write `v` at frame `at` of the key's array; the first call makes the file."
     if key not in arrays and at: raise ValueError(f"{path}: {key!r} is not in the first episode, but in a later one")
+    if same := [k for k in arrays if k != key and _file(k) == _file(key)]:
+        raise ValueError(f"{path}: {same[0]!r} and {key!r} would lie in one file, {_file(key)}; rename one of them")
     dtype = v.dtype if v.dtype in (np.uint8, np.int32) else np.float32
     if key not in arrays:
         arrays[key] = _new_array(path/_file(key), np.dtype(dtype), (n, *v.shape[1:]))
@@ -107,6 +109,9 @@ def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
         raise ValueError(
             f"{path}: {key!r} has shape {v.shape[1:]} in one episode and {arrays[key].shape[1:]} in "
             f"another")
+    if not np.can_cast(v.dtype, arrays[key].dtype, "same_kind"):
+        raise ValueError(f"{path}: {key!r} is {arrays[key].dtype} in the first episode and {v.dtype} in a later one, of which the "
+                         "fractions would be lost; give float32 in all")
     arrays[key][at:at+len(v)] = v
 
 # %% ../../nbs/data/01_frames.ipynb #cdfa411f

@@ -120,15 +120,25 @@ def check_mixture(
         if task.trained and (task.source or {}).get("kind") == "lerobot":
             for part in task.source["parts"]: parts.setdefault((part["path"], repr(part.get("layout"))), part)
     lines,parts = [],list(parts.values())
-    for part in parts[1:]:
-        for word,what,x,y in differences(facts(parts[0]), facts(part)):
-            a,b = parts[0]["path"],part["path"]
-            found = f"{a} and {b} differ in {what}" if a != b else f"two tasks read {a} with other {what}"
-            found += f": {x} and {y}"
-            if word: lines.append(refuse_or_say(word, accept, found, REMEDY[word]))
-            elif what == "cameras": raise ValueError(f"{found}; {how(parts[0]['path'], part['path'])}")
-            else: raise ValueError(f"{found}; one policy has one size: {how(part['path'])}, or train two streams")
+    for part,other,(word,what,x,y) in _differing(parts):
+        a,b = other["path"],part["path"]
+        found = f"{a} and {b} differ in {what}" if a != b else f"two tasks read {a} with other {what}"
+        found += f": {x} and {y}"
+        if word: lines.append(refuse_or_say(word, accept, found, REMEDY[word]))
+        elif what == "cameras": raise ValueError(f"{found}; {how(a, b)}")
+        else: raise ValueError(f"{found}; one policy has one size: {how(b)}, or train two streams")
     return list(dict.fromkeys(lines))
+
+def _differing(parts:list):
+    "Each part, an earlier one, and in what they differ; the first of all may not say what the others do."
+    known = [facts(part) for part in parts] if len(parts) > 1 else []
+    told = [set() for _ in known]   # of each part: what was found of it already
+    for i,part in enumerate(known):
+        for k in range(i):
+            for found in differences(known[k], part):
+                if found[1] in told[i] | told[k]: continue
+                told[i].add(found[1])
+                yield parts[i],parts[k],found
 
 # %% ../../nbs/data/13_mixtures.ipynb #6d30c801
 def _full(layout:dict)->dict:

@@ -151,7 +151,10 @@ def fetch(
     org,name,revision = m.groups()
     data = Path(folder or os.environ.get("CLVLA_DATA") or "~/.cache/clvla").expanduser()
     out = data/"hub"/org/re.sub("[^\\w.@-]", "-", f"{name}@{revision}" if revision else name)
-    if (out/".fetched.json").exists(): return out
+    if (out/".fetched.json").exists():
+        if (there := read_json(out/".fetched.json").get("revision")) in (None, revision): return out   # None: it does not say
+        raise ValueError(f"{out} holds revision {there!r} of {org}/{name}, and {revision!r} would lie in the same folder; take another "
+                         "data folder (CLVLA_DATA), or name the revision by its hash")
     require("huggingface_hub", "lerobot")
     from huggingface_hub import snapshot_download
     try: snapshot_download(f"{org}/{name}", repo_type="dataset", revision=revision, local_dir=str(out),

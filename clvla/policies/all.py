@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['policies', 'practised', 'class_of', 'make_policy', 'stored_policy', 'load_policy', 'head_for', 'policy_arguments',
-           'check_policy', 'check_trained', 'build_policy']
+           'check_norm', 'check_policy', 'check_trained', 'build_policy']
 
 # %% ../../nbs/policies/09_all.ipynb #931cb78f
 import torch
@@ -128,6 +128,16 @@ def policy_arguments(
     if n_actions is not None: kw.setdefault("n_actions", n_actions)
     return config | kw
 
+def check_norm(
+    name:str,   # of a policy, for the message
+    norm:str,   # action_norm of a run; "": not decided yet
+    fits        # modes whose actions the policy can give; None: any
+):
+    "ValueError for normalised actions that a policy would cut off."
+    if not norm or fits is None or norm in fits: return
+    raise ValueError(f"action_norm is {norm!r}, and {name} gives actions in [-1,1] alone, so that larger ones would be cut off; set "
+                     f"action_norm to {' or '.join(map(repr, fits))}")
+
 def check_policy(
     cfg,     # as in `policy_arguments`, perhaps with lora_rank
     **sizes  # of the data, as in `policy_arguments`, as far as they are known
@@ -136,6 +146,7 @@ def check_policy(
     if cfg.head in heads and heads[cfg.head].discrete: sizes = dict(action_dim=1, n_actions=2) | sizes
     family,kw = policies[cfg.model],policy_arguments(cfg, **sizes)
     family.check(**kw)
+    check_norm(cfg.model, getattr(cfg, "action_norm", ""), family.norms_of(kw))
     rank,largest = getattr(cfg, "lora_rank", 0) or 0,family.largest_rank(**kw)
     check_adapters(rank, getattr(cfg, "lora_dropout", 0.), getattr(cfg, "lora_init", "kaiming"))
     if largest is not None: check_rank(rank, largest)

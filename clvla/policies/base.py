@@ -96,6 +96,7 @@ class Policy(nn.Module):
     "A policy made of `encode`, which a subclass writes, and `self.head`; see the table of promises."
     heads = ()         # names of the heads that the family can wear
     image_sizes = None # heights (= widths) of images that it takes, pixels; None: any
+    norms = None       # modes of normalisation (page data/stats) whose actions it can give; None: any
     hears = True       # False: it reads no instruction
     tell_apart = ""    # what else lets it tell apart instructions that it reads alike
     longest_prompt = None # largest `prompt_length` that it reads; None: no limit
@@ -118,6 +119,8 @@ class Policy(nn.Module):
 
     @classmethod
     def sizes_of(cls, config:dict): return cls.image_sizes # or those that follow from other arguments
+    @classmethod
+    def norms_of(cls, config:dict): return cls.norms # likewise
     def encode(self, obs:dict, tokens:bool=False)->Context:
         raise NotImplementedError(f"{type(self).__name__} needs encode(obs, tokens=False)")
 

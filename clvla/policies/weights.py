@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core.config import entries
 from ..core.files import read_json, sha256 as file_sha256, write_json
 from ..core.state import own_copy, read_tensors, write_tensors
-from .base import Policy
+from .base import Policy, camera_pixels
 
 # %% ../../nbs/policies/03_weights.ipynb #d8b3a471
 def stored_weights(
@@ -138,7 +138,7 @@ def check_stored(
     about:dict,    # what `read_policy` says of the folder
     folder         # for the message
 ):
-    "ValueError when the stored adapters have other settings than the policy's, or stand on another base."
+    "ValueError when the stored adapters have other settings than the policy's, or stand on another base, or cameras another order."
     fits = "load_policy(folder) builds the policy that fits"
     lora = policy.lora or {}
     stored = about.get("lora", {})
@@ -146,6 +146,11 @@ def check_stored(
         if lora.get(k) != stored.get(k):
             raise ValueError(f"{folder} was stored with LoRA {k} {stored.get(k)}, this policy has {lora.get(k)}; "
                              f"{fits}")
+    order = lambda config: list(camera_pixels(config.get("image_size"), config.get("cameras") or ()))
+    theirs,ours = order(about.get("config", {})),order(policy.config)
+    if theirs != ours and sorted(theirs) == sorted(ours):
+        raise ValueError(f"{folder} was trained with the cameras in the order {theirs}, this policy has {ours}, and one camera would "
+                         f"get the weights of another; build it in that order: model_kw={{'cameras': {theirs}}}")
     if policy.base and "base" in about and policy.base["sha256"] != about["base"]["sha256"]:
         raise ValueError(f"{folder} was trained on other frozen weights (sha256 {about['base']['sha256'][:12]}) than "
                          f"this policy has ({policy.base['sha256'][:12]}); {fits}")

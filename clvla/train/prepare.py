@@ -24,12 +24,12 @@ from ..envs.all import kind_of, kinds
 from ..envs.render import check_gl
 from ..envs.child import Child
 from ..envs.supervisor import Member, Supervisor
-from ..policies.all import check_policy
+from ..policies.all import check_policy, policies
 from ..policies.weights import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, world_of
 from ..run.folder import check_folder
-from .checks import as_discrete, check_reach, remarks
+from .checks import as_discrete, check_cut, check_reach, remarks
 from .config import TrainConfig, stream_for
 from .demos import is_read, make_store, places
 from .stopping import check_stopping
@@ -235,6 +235,8 @@ def make_processor(
     else: processor = Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm, controls=controls)
     if cfg.stats != "global":
         for line in check_reach(processor, first, stores, cfg.accept, whose): say(line)
+        if policies[cfg.model].norms_of(dict(cfg.model_kw)) is not None:
+            for line in check_cut(processor, stores, cfg.model, cfg.accept): say(line)
     return processor
 
 # %% ../../nbs/train/03_prepare.ipynb #868144ae

@@ -275,8 +275,15 @@ def _as_one(task, which, seen, cams):
     source = dict(kind="lerobot", parts=[{**p, "layout": _only(seen[p["path"]]["layout"], cams)} for p in parts])
     if len(meant) > 1 or meant[0] is None: return replace(task, source=source)
     o = libero_task(*meant[0])
-    env = o.env if cams == ["front"] else {**o.env, "cameras": cams}
+    played = [_played(p["path"]) for p in parts]
+    env = o.env | (played[0] if all(x == played[0] for x in played) else {})
+    env = env if cams == ["front"] else {**env, "cameras": cams}
     return replace(o, prompt=texts[0][1], env=env, source=source)   # what its frames say, never a joined title
+
+def _played(path)->dict:
+    "What a recording of this project's says of its environment beyond the task: step limit, variation, how it was drawn."
+    env = (own_note(path) or {}).get("env", {})
+    return {k: v for k,v in env.items() if k not in ("kind", "suite", "name", "task_id", "prompt", "cameras")}
 
 def _only(layout, cams): return {**layout, "cameras": {IMAGES+c: layout["cameras"][IMAGES+c] for c in cams}}
 

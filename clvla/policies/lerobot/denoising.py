@@ -49,6 +49,7 @@ def held(
 class Denoising(LeRobot):
     "A policy of LeRobot's that takes noise away from a chunk."
     heads,steps = ("diffusion",),"horizon"
+    defaults = dict(action_norm="min_max") # LeRobot's too: the sampler cuts actions off at -1 and 1
     own = dict(n_obs_steps=1, noise_scheduler_type="DDIM", pretrained_backbone_weights=None,
                do_mask_loss_for_padding=False)
     size = dict(num_inference_steps=10)
@@ -59,6 +60,11 @@ class Denoising(LeRobot):
     def see(self, batch:dict)->Tensor: raise NotImplementedError # what LeRobot is given to (B,D)
     def denoise(self, x:Tensor, t:Tensor, seen:Tensor)->Tensor: raise NotImplementedError # (B,H,A)
     def draws(self): return StepNoise(self.H, self.A, self.net.config.num_train_timesteps)
+
+    @classmethod
+    def norms_of(cls, config):
+        cut = set_to(cls, config, "clip_sample") and set_to(cls, config, "clip_sample_range") <= 1
+        return ("min_max",) if cut else None
 
     def encode(self, obs, tokens=False):
         "One vector is all that the network reads, so it is the only token."
