@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['REPEAT', 'CONTROLS', 'ADDED', 'SHOWN', 'PAIRED', 'Run', 'read_run', 'columns', 'folders_of', 'read_runs', 'run_from',
            'find_runs', 'label', 'group', 'check_envs_alike', 'summary', 'wide', 'metric_points', 'mean_lines', 'holm',
-           'ends_of', 'versus', 'said', 'paired_table', 'baseline_of', 'difference_points', 'cost_table',
-           'CompareConfig']
+           'versus', 'said', 'paired_table', 'baseline_of', 'difference_points', 'cost_table', 'CompareConfig']
 
 # %% ../../nbs/eval/08_compare.ipynb #d4d1a936
 import glob, os
@@ -19,9 +18,9 @@ from ..core.config import long_form, read_cost
 from ..core.names import closest
 from ..core.files import read_json, reading
 from ..core.records import read_jsonl
-from .metrics import JOINT, Probe, SuccessMatrix, from_records, ids_of, measure_records, of_matrix, plain, upto
+from .metrics import JOINT, SuccessMatrix, from_records, ids_of, measure_records, of_matrix, plain, upto
 from .plots import small
-from .stats import final, metric_intervals, paired, seed_intervals, t_interval, t_test
+from .stats import final_trained, metric_intervals, paired, seed_intervals, t_interval, t_test
 
 # %% ../../nbs/eval/08_compare.ipynb #5ceaa357
 REPEAT = ("seed", "run_dir", "data_dir", "plugins", "prefetch", "n_workers", "videos", "machines", "timeout",
@@ -268,11 +267,6 @@ def holm(
     for rank,i in enumerate(order): worst = corrected[i] = max(worst, min(1., p[i]*(len(order)-rank)))
     return corrected.tolist()
 
-def ends_of(run:Run)->list:
-    "The records of a run's end on the tasks that are trained, which ASR is the mean of; on all where each is a probe."
-    ends,probes = final(run.records),{i for i in run.task_ids if isinstance(i, Probe)}
-    return [r for r in ends if r["task"] not in probes] or ends
-
 def versus(
     a,               # runs of one group
     b,               # runs of the baseline
@@ -281,7 +275,7 @@ def versus(
 )->dict:             # one row of the table
     "Compare two groups at the end of the stream, seed by seed; a run that has not come there is left out, and named."
     unfinished = ", ".join(r.path.name for r in [*a, *b] if not r.finished)
-    ra,rb = ({r.config["seed"]: ends_of(r) for r in x if r.finished} for x in (a, b))
+    ra,rb = ({r.config["seed"]: final_trained(r.records, r.task_ids) for r in x if r.finished} for x in (a, b))
     seeds = sorted(ra.keys() & rb.keys())
     if not seeds: return dict(seeds=0, pairs=0, unfinished=unfinished)
     ends = lambda rs: [{**r, "stage": f"end, seed {s}"} for s in seeds

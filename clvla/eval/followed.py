@@ -14,12 +14,12 @@ from math import isnan
 import numpy as np
 import pandas as pd
 from .audit import fisher, newcombe, paired_interval, together
-from .compare import Run, ends_of, holm, label
+from .compare import Run, holm, label
 from .plan import TESTS, brief, check_plan
 from .metrics import plain
 from .plots import Table
 from .results import COLUMNS
-from .stats import _metric_draws, final, mcnemar, t_interval, t_test
+from .stats import _metric_draws, final, final_trained, mcnemar, t_interval, t_test
 
 # %% ../../nbs/eval/14_followed.ipynb #f21d3608
 @dataclass
@@ -183,7 +183,7 @@ def planned_tests(
     "Each method against the baseline, by runs that are at their end."
     ends = {name: {s: r for s,r in rs.items() if r.finished} for name,rs in of.items()}
     base = ends[plan["baseline"]]
-    def episodes(rs): return {(s, r["task"], r["trial"]): bool(r["success"]) for s,run in rs.items() for r in ends_of(run)}
+    def episodes(rs): return {(s, r["task"], r["trial"]): bool(r["success"]) for s,run in rs.items() for r in final_trained(run.records, run.task_ids)}
     def counts(rs): return sum(episodes(rs).values()),len(episodes(rs))
     def one(name):
         if plan["test"] == "t": return by_seeds(plan, name, ends[name], base)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIGNED', 'wilson', 'Outcomes', 'outcomes', 'resample', 'Interval', 'centred', 'quantiles', 'metric_intervals',
-           't_quantile', 't_interval', 't_test', 'seed_intervals', 'mcnemar', 'Paired', 'final', 'paired']
+           't_quantile', 't_interval', 't_test', 'seed_intervals', 'mcnemar', 'Paired', 'final', 'final_trained',
+           'paired']
 
 # %% ../../nbs/eval/01_stats.ipynb #8c53f4b7
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 import numpy as np
 from ..core.seeds import np_rng
-from .metrics import JOINT, SuccessMatrix, curve_steps, from_records, measure, own_metrics
+from .metrics import JOINT, Probe, SuccessMatrix, curve_steps, from_records, measure, own_metrics
 
 # %% ../../nbs/eval/01_stats.ipynb #1c76d1fb
 def wilson(
@@ -205,6 +206,14 @@ def final(records)->list:
     "The records of the last stage that was evaluated, at its end; their stage becomes 'end'."
     last = max(r["stage"] for r in records if r.get("step") is None)
     return [{**r, "stage": "end"} for r in records if r["stage"] == last and r.get("step") is None]
+
+def final_trained(
+    records, # of a run
+    task_ids # of the run; `Probe`s are not trained
+)->list:
+    "The same of the tasks that are trained, which ASR is the mean of; of all where each is a probe."
+    ends,probes = final(records),{i for i in task_ids if isinstance(i, Probe)}
+    return [r for r in ends if r["task"] not in probes] or ends
 
 # %% ../../nbs/eval/01_stats.ipynb #26023aba
 def paired(
