@@ -210,7 +210,7 @@ def update(self:OnPolicy, rollout:dict)->dict:   # metrics, as numbers
         for index in torch.randperm(len(rows["logp_old"]), generator=self.generator).split(self.minibatch):
             if not taken: break
             there = {d: index.to(d, non_blocking=True) for d in {v.device for v in rows.values()}}   # one copy, not one for each entry
-            step_info,taken = self.step({k: v[there[v.device]] for k,v in rows.items()})
+            step_info,taken = self.step({k: v.index_select(0, there[v.device]) for k,v in rows.items()})
             infos.append(step_info)
     self.n_updates += 1
     n_steps = len(infos)-(not taken)
