@@ -178,7 +178,8 @@ def evaluated(found:dict)->tuple: # what was changed -> Measured
     "Facts for JSON and text of one evaluation, or of several side by side."
     each = {changed: reached(m) for changed,m in found.items()}
     if len(each) == 1: return facts(r := next(iter(each.values()))),told(r)
-    table = changed_table({changed: m.records for changed,m in found.items()})
+    ids = stream_of(next(iter(found.values())).home)[1]   # one stream, changed in several ways
+    table = changed_table({changed: m.records for changed,m in found.items()}, ids)
     of = dict(evaluations={changed or PLAIN: facts(r) for changed,r in each.items()})
     return of,"\n\n".join([table.to_string(), *(str(m.path) for m in found.values())])
 
