@@ -141,6 +141,8 @@ class Comparison:
     equal:str = ""        # budget that is held equal; "": none
     tolerance:float = .1  # share of the baseline's budget by which another may differ
 
+    @property
+    def unfinished(self)->list: return [str(r.path) for rs in self.groups.values() for r in rs if not r.finished]   # folders of runs that are in no pair
     @cached_property
     def summary(self)->pd.DataFrame: return summary(self.groups, n_boot=self.n_boot, seed=self.seed)   # a row for each group and metric
     @property

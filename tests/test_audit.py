@@ -11,7 +11,10 @@ from scipy import stats
 
 from clvla.command.main import main
 from clvla.eval.audit import against, audit, by_task, e_value, episodes_needed, fisher, latex, markdown, newcombe, paired_interval, paragraph, smallest_shown
-from clvla.eval.followed import result_deviations
+from clvla.core.records import read_jsonl
+from clvla.eval.changed import changed_table
+from clvla.eval.followed import follow_results, result_deviations
+from clvla.eval.metrics import ids_of
 from clvla.eval.plan import check_plan
 from clvla.eval.results import counted, of_counts, of_episodes, of_text, read_results
 from clvla.eval.stats import mcnemar, wilson
@@ -354,3 +357,34 @@ def test_a_run_that_is_not_at_its_end_is_named(tmp_path):
     assert made("stopped", [*end[:2], (1, "b", 1)]).lacks == ["the run has at its end 1 of 2 episodes of b"]
     plan = check_plan(dict(endpoint="ASR", methods=["x"], baseline="y", seeds=[0], episodes=2, test="McNemar", smallest=5))
     assert "x has come to stage 1 of 2, after a" in result_deviations(plan, read_results(f"x={tmp_path}/under_way"))
+
+
+def write_run(folder, rate, probe, stages=("a", "b"), n=20, order="abp"):
+    "A run whose probe `p` was played and never trained."
+    folder.mkdir(parents=True)
+    (folder/"config.json").write_text(json.dumps(dict(algo="imitation", cl="er", seed=0, n_trials=n)))
+    tasks = [dict(id=t, name=t, prompt=t, trained=t != "p") for t in order]
+    (folder/"stream.json").write_text(json.dumps(dict(name="s", order=[0, 1, 2], cycles=1, stages=list(stages), tasks=tasks)))
+    rows = [dict(stage=len(stages)-1, after=stages[-1], task=t, trial=i, success=i < n*(probe if t == "p" else rate), step=None, seed=0) for t in order for i in range(n)]
+    (folder/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in rows))
+    return folder
+
+
+@pytest.mark.parametrize("stages", [("a", "b"), ("joint",)], ids=str)
+def test_a_probe_is_no_part_of_a_runs_success(tmp_path, stages):
+    "Neither of its share nor of a difference or of a planned count, and what is left out is said; a run of probes alone has their success."
+    x,y = (read_results(f"{name}={write_run(tmp_path/name, .5, probe, stages)}") for name,probe in (("x", 1.), ("y", 0.)))
+    assert (x.k, x.n, y.rate) == (20, 40, .5) and "p, on which it was not trained, is left out" in x.lacks[0]
+    assert audit([x, y])[0].difference == 0
+    plan = check_plan(dict(endpoint="ASR", methods=["x"], baseline="y", seeds=[0], episodes=20, test="Fisher", smallest=5))
+    assert follow_results(plan, [x, y]).tests[0].difference == 0
+    alone = write_run(tmp_path/"alone", .5, .25)
+    said = json.loads((alone/"stream.json").read_text())
+    (alone/"stream.json").write_text(json.dumps(said | dict(tasks=[t | dict(trained=False) for t in said["tasks"]])))
+    assert (read_results(str(alone)).n, read_results(str(alone)).lacks) == (60, [])
+
+
+def test_a_probe_is_no_part_of_what_a_perturbation_leaves(tmp_path):
+    found = {label: read_jsonl(write_run(tmp_path/(label or "plain"), rate, probe)/"episodes.jsonl") for label,rate,probe in (("", 1., 0.), ("camera", .5, 1.))}
+    table = changed_table(found, ids_of(json.loads((tmp_path/"plain/stream.json").read_text())))
+    assert table["of plain"].tolist() == [1., .5] and table.episodes.tolist() == [40, 40] and table.p.tolist() == [0., 100.]

@@ -5,14 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as NS
 import numpy as np, pytest, torch
+from clvla.core.config import config_json
 from clvla.core.files import read_json, write_json
+from clvla.core.records import append_jsonl
 from clvla.cl.all import algos
 from clvla.cl.base import CLAlgorithm
-from clvla.envs.all import kinds
+from clvla.data.streams import stream_json
+from clvla.envs.all import kinds, make_stream
 from clvla.eval.compare import group, read_run, summary
 from clvla.eval.parts import merge
 from clvla.run.report import matrix_of
+from clvla.run.config import RunConfig
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
+from clvla.train.eval_config import Evaluation, begin_eval
 from clvla.train.config import TrainConfig, resolve
 from clvla.train.learner import train_cl
 from clvla.run.folder import RunFolder
@@ -258,3 +263,16 @@ def test_each_part_sees_its_own_gpu(run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     with pytest.raises(RuntimeError, match="part0of2 .exit code 1"): ce.play_parts(evaluation, say=len)
     assert [gpu for _, gpu in started[2:]] == ["4", "6"]
+
+
+@pytest.mark.parametrize("stages", [["left", "right"], ["joint"]], ids=str)
+def test_what_a_run_never_trained_is_no_part_of_its_average_on_another_stream(tmp_path, stages):
+    "Also not of a joint run's, whose stage names no task."
+    own, other = make_stream(dict(base="dot_3", tasks=["left", "right"])), make_stream(dict(base="dot_3", tasks=["right", "up"]))
+    write_json(tmp_path/"config.json", config_json(TrainConfig(cl="joint", n_trials=2)))
+    write_json(tmp_path/"stream.json", stream_json(own)|dict(stages=stages))
+    at = begin_eval(Evaluation(EvalConfig(run_dir=str(tmp_path), suite="dot_3", tasks="right,up", n_trials=2), RunConfig(), [], own, other, tuple(other.ids)))
+    for task, won in dict(right=True, up=False).items():
+        for i in range(2): append_jsonl(at/"episodes.jsonl", dict(stage=len(stages)-1, after=stages[-1], task=task, trial=i, success=won, step=None))
+    scores = read_run(at).scores
+    assert (scores["ASR"].value, scores["Untrained"].value) == (1., 0.)

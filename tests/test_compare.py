@@ -3,6 +3,8 @@ import json, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest
+from clvla.api import compare
+from clvla.command.runs import comparison_facts, comparison_text
 from clvla.core.seeds import np_rng
 from clvla.core.files import write_json
 from clvla.eval.compare import (REPEAT, Run, cost_table, difference_points, group, holm, label, paired_table, read_run,
@@ -180,3 +182,19 @@ def test_a_probe_is_no_part_of_what_was_learnt():
     for test in ("t", "McNemar", "Fisher"):
         plan = check_plan(dict(endpoint="ASR", methods=["er"], baseline="sequential", seeds=[0, 1, 2], episodes=20, test=test, smallest=5))
         assert follow_runs(plan, groups).tests[0].difference == pytest.approx(.3)
+
+
+def test_the_terminal_shows_the_interval_that_says_goes_by(tmp_path):
+    "Over seeds, beside that over starts; and it names a run that has not come to its end, whose cells are not whole."
+    for algo,keep in dict(sequential=.5, er=.6).items():
+        for seed in range(3): write_run(tmp_path/f"{algo}-s{seed}", algo, seed, keep, 20)
+    c = compare(f"{tmp_path}/*", n_boot=50); row = c.paired.iloc[0]
+    said = comparison_text(c); cells = said.split("paired with")[1].splitlines()[1].split()
+    assert cells == ["group", "seeds", "pairs", "difference", "low", "high", "t_low", "t_high", "says"] and f"{row.t_low:.3f}" in said and "says goes by" in said
+    assert c.unfinished == [] and "not at their end" not in said and comparison_facts(c)["unfinished"] == []
+    path = tmp_path/"er-s2/episodes.jsonl"
+    for folder in tmp_path.iterdir(): write_json(folder/"config.json", json.loads((folder/"config.json").read_text()) | dict(n_trials=20))
+    path.write_text("".join(line+"\n" for line in path.read_text().splitlines()[:-15]))
+    c = compare(f"{tmp_path}/*", n_boot=50); said = comparison_text(c)
+    assert c.unfinished == [str(tmp_path/"er-s2")] == comparison_facts(c)["unfinished"] and f"not at their end: {tmp_path/'er-s2'}" in said
+    assert c.paired.iloc[0].seeds == 2

@@ -144,3 +144,17 @@ def test_the_command_says_it(tmp_path, capsys):
         assert main([*words, *extra]) == 1
     assert audit_matrices([f"x={tmp_path/'ours'}"])[0]["differences"] == []
     assert from_records(records(np_rng(0, "r")), IDS, IDS).T == 3
+
+
+@pytest.mark.parametrize("stages, trials", [(IDS[::-1], range(20)), (IDS, range(25)), (IDS, range(1, 20))], ids=["order", "more", "fewer"])
+def test_runs_pair_by_task_and_initial_state(stages, trials):
+    "A hard start is hard for both, wherever it stands: the interval of a difference is as narrow as with equal columns, up to what is not shared."
+    hard = {(j, i): np_rng(0, "hard", j, i).random() < .5 for j in IDS for i in range(25)}
+    def run(name, order, trials):
+        noisy = lambda j, i: bool(hard[j, i]) ^ (np_rng(0, name, j, i).random() < .05)
+        recs = [dict(stage=t, after=s, task=j, trial=i, success=noisy(j, i), step=None) for t,s in enumerate(order) for j in order[:t+1] for i in trials]
+        out = outcomes(recs, tuple(order), tuple(order))
+        return Matrix(name, "", out.matrix, out)
+    width = lambda b: next(r.high-r.low for r in differences([run("x", IDS, range(20)), b]).itertuples() if r.metric == "ASR")
+    same, other = width(run("y", IDS, range(20))), width(run("y", stages, trials))
+    assert other < 1.3*same and differences([run("x", IDS, range(20)), run("y", stages, trials)]).p_holm.min() > .05

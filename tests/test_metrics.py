@@ -2,7 +2,7 @@
 import json
 import numpy as np, pytest
 from clvla.eval.metrics import (JOINT, Score, aaa, asr, auc, bwt, forgetting, from_json, from_rates, from_records,
-    fwt, la, libero_fwt, measure, measure_records, metrics, nbt, plain, score, to_json, upto)
+    fwt, ids_of, la, libero_fwt, measure, measure_records, metrics, nbt, plain, score, to_json, upto)
 
 nan = float("nan")
 R3 = [[.9, .2, .1], [.6, .8, .3], [.4, .7, .8]]   # columns in training order
@@ -153,3 +153,12 @@ def test_recorded_twice():
     with pytest.raises(ValueError, match="recorded twice"): from_records([r, r], "a", "a")
     assert score(np.array([.5]), np.array([.5])) == Score(.5, 0, 1)
     assert score(np.array([.5, nan]), np.array([.5, nan])).missing == 1
+
+
+def test_a_stored_matrix_knows_its_probes():
+    "A joint run's stage names no task, so its columns have to; a matrix without probes is stored as before."
+    ids = ids_of(dict(tasks=[dict(id="a"), dict(id="b"), dict(id="p", trained=False)]))
+    m = from_rates([[.9, .8, .1]], [JOINT], ids, n=10)
+    back = from_json(json.loads(json.dumps(to_json(m))))
+    assert [measure(back)[k].value for k in ("ASR", "Untrained")] == pytest.approx([.85, .1])
+    assert "probes" not in to_json(from_rates([[.9, .8]], [JOINT], ["a", "b"]))

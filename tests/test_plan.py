@@ -302,3 +302,14 @@ def test_seeds_that_are_all_equal_show_no_more_than_their_trials():
     a, b = ([made(algo, s) for s in range(3)] for algo in ("er", "derpp"))
     asked, planned = seeds_verdict("alike", a, b, 3), by_seeds(dict(endpoint="ASR", alpha=.05), "er", *({r.config["seed"]: r for r in rs} for rs in (a, b)))
     assert asked.says == "too small to tell" and (asked.low, asked.high) == pytest.approx((100*planned.low, 100*planned.high))
+
+
+@pytest.mark.parametrize("claim, low, high, p_holm, says", [
+    ("more", .003, .197, .138, "too small to tell"), ("more", .003, .197, .046, "holds"), ("less", -.197, -.003, .138, "too small to tell"),
+    ("not more", .003, .197, .138, "too small to tell"), ("not more", .003, .197, .05, "does not"), ("alike", .003, .197, .138, "too small to tell"),
+    ("alike", -.02, .03, .9, "holds"), ("more", -.02, .03, .9, "does not"), ("not more", -.02, .03, .9, "holds")], ids=str)
+def test_a_claims_verdict_is_corrected_as_its_plans_test_is(claim, low, high, p_holm, says):
+    "That two are apart needs the p-value after Holm; that they are not is the interval's own."
+    plan = check_plan(dict(endpoint="ASR", methods=["x", "y", "z"], baseline="b", seeds="0..4", episodes=20, test="t", smallest=5))
+    found = judge_planned(claim, plan, Planned("x", 5, (low+high)/2, low, high, p_holm/3, p_holm))
+    assert found.says == says and ("after Holm" in found.text) == (says == "too small to tell")

@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from clvla.command import search as searches
 from clvla.command.main import main
 from clvla.command.search import best_of, key_of, propose, search_from, trials_of
 from clvla.core.records import read_jsonl
+from clvla.data.streams import Stream, Task
 from clvla.run.queue import Queue
 
 pytest.importorskip("optuna", reason="needs the extra: pip install 'clvla[search]'")
@@ -123,6 +126,16 @@ def test_reported_starts_are_played_once_by_the_best_alone(searched):
         assert read_jsonl(queue.run_dir(e)/"episodes.jsonl") == [] if (queue.run_dir(e)/"episodes.jsonl").exists() else True
         assert sorted(t-10_000_000 for t in played if t >= 10_000_000) == [0, 0, 1, 1, 2, 2]
         assert sorted(t for t in played if t < 10_000_000) == ([0, 0, 1, 1] if e.own == best else [])
+
+
+def test_a_task_that_is_never_trained_chooses_no_setting(tmp_path, monkeypatch):
+    "The score is the success on the tasks that were trained; probes stay unseen by what is chosen."
+    own = Stream("s", [Task(id=t, name=t, prompt=t, trained=t != "p") for t in "abp"])
+    records = [dict(stage=1, after="b", step=None, task=t, trial=10_000_000+i, success=t == "p" or i < 1) for t in "abp" for i in range(2)]
+    monkeypatch.setattr(searches, "config_of", lambda queue, entry: None)
+    monkeypatch.setattr(searches, "check_eval", lambda cfg: SimpleNamespace(cfg=SimpleNamespace(folder=tmp_path), own=own))
+    monkeypatch.setattr(searches, "Measured", lambda folder, home: SimpleNamespace(records=records))
+    assert searches.score_of(None, None) == .5
 
 
 def test_more_trials_after_the_report_are_another_search(searched, capsys, monkeypatch):

@@ -178,7 +178,8 @@ def evaluated(found:dict)->tuple: # what was changed -> Measured
     "Facts for JSON and text of one evaluation, or of several side by side."
     each = {changed: reached(m) for changed,m in found.items()}
     if len(each) == 1: return facts(r := next(iter(each.values()))),told(r)
-    table = changed_table({changed: m.records for changed,m in found.items()})
+    ids = stream_of(next(iter(found.values())).home)[1]   # one stream, changed in several ways
+    table = changed_table({changed: m.records for changed,m in found.items()}, ids)
     of = dict(evaluations={changed or PLAIN: facts(r) for changed,r in each.items()})
     return of,"\n\n".join([table.to_string(), *(str(m.path) for m in found.values())])
 
@@ -195,8 +196,10 @@ def side_by_side(words:Words):
 # %% ../../nbs/command/01_runs.ipynb #fec9e823
 def comparison_text(c)->str:
     "Groups, metrics and paired differences."
-    paired = c.paired[["group", "seeds", "pairs", "difference", "low", "high", "says"]].round(3)
+    paired = c.paired[["group", "seeds", "pairs", "difference", "low", "high", "t_low", "t_high", "says"]].round(3)
     text = f"{c.table.to_string()}\n\npaired with {c.baseline}:\n{paired.to_string(index=False)}"
+    if len(paired): text += "\nlow, high: of these policies, from other starts; t_low, t_high: of other seeds, which says goes by"
+    if c.unfinished: text += f"\n\nnot at their end: {', '.join(c.unfinished)}; they are in no pair, and the metrics have what episodes there are"
     if c.equal: text += f"\n\nequal {c.equal}, within {100*c.tolerance:g} % of {c.baseline}:\n{c.budgets.to_string(index=False)}"
     return f"{text}\n\n{c.followed.text}" if c.followed else text
 
@@ -206,7 +209,7 @@ def comparison_facts(c)->dict:
     runs = {name: [str(r.path) for r in rs] for name,rs in c.groups.items()}
     planned = dict(planned=c.followed.to_json()) if c.followed else {}
     if c.equal: planned |= dict(equal=c.equal, tolerance=c.tolerance, budgets=rows(c.budgets))
-    return dict(baseline=c.baseline, runs=runs, metrics=rows(c.table.reset_index()), paired=rows(c.paired)) | planned
+    return dict(baseline=c.baseline, runs=runs, unfinished=c.unfinished, metrics=rows(c.table.reset_index()), paired=rows(c.paired)) | planned
 
 # %% ../../nbs/command/01_runs.ipynb #6c8c90b6
 def read_table(

@@ -15,6 +15,9 @@ from ..core.names import closest, require
 from ..core.records import append_jsonl, read_jsonl
 from ..core.seeds import np_rng
 from ..core.trials import trial_number, use_of
+from ..data.streams import stream_json
+from ..eval.metrics import ids_of
+from ..eval.stats import final_trained
 from ..run.queue import Entry, Queue, state_of
 from ..run.stop import EXIT_STOPPED, StopFlag
 from ..train.eval_config import check_eval
@@ -125,8 +128,9 @@ def evaluation_of(
     return Entry(number, f"{run.name}-{name}", "eval_cl", own, given_of(Sweep("eval_cl"), "eval_cl", "", own, {}, len), after=[run.number])
 
 def score_of(queue:Queue, entry:Entry)->float:
-    "Mean success over tasks and starts of an evaluation that is done."
-    records = Measured(check_eval(config_of(queue, entry)).cfg.folder, "").records
+    "Mean success over starts and the tasks that were trained of an evaluation that is done."
+    evaluation = check_eval(config_of(queue, entry))
+    records = final_trained(Measured(evaluation.cfg.folder, "").records, ids_of(stream_json(evaluation.own)))
     return sum(r["success"] for r in records)/len(records)
 
 # %% ../../nbs/command/09_search.ipynb #26f8e810

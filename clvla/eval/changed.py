@@ -8,18 +8,19 @@ __all__ = ['changed_table']
 # %% ../../nbs/eval/18_changed.ipynb #8d2d4103
 import pandas as pd
 from ..envs.perturb import PLAIN
-from .stats import final, wilson
+from .stats import final, final_trained, wilson
 
 # %% ../../nbs/eval/18_changed.ipynb #093fe506
 def changed_table(
-    found:dict # what was changed, "" for nothing -> records
+    found:dict, # what was changed, "" for nothing -> records
+    task_ids=() # of the run; `Probe`s have a column, and count in no success
 )->pd.DataFrame:
     "Success in percent of each evaluation, Wilson's 95 % interval, what is left of the plain one, and each task's success."
     rows = []
     for label,records in found.items():
         tasks = {}
         for r in final(records): tasks.setdefault(r["task"], []).append(r["success"])
-        won = [x for each in tasks.values() for x in each]
+        won = [r["success"] for r in final_trained(records, task_ids)]
         low,high = wilson(sum(won), len(won))
         rows.append(dict(changed=label or PLAIN, success=100*sum(won)/len(won), low=100*low, high=100*high, episodes=len(won))
                     | {task: 100*sum(x)/len(x) for task,x in sorted(tasks.items())})

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'Matrix', 'of_counts', 'of_alphabrain', 'of_table', 'of_run', 'read_matrix', 'terms', 'drawn', 'draws_of',
-           'intervals', 'differences', 'audit_matrices']
+           'intervals', 'aligned', 'differences', 'audit_matrices']
 
 # %% ../../nbs/eval/17_matrices.ipynb #14a6e703
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 import numpy as np
 import pandas as pd
@@ -114,7 +114,7 @@ def drawn(x:Matrix, n_boot:int, seed:int, run:int=0)->SuccessMatrix: # a stack
 def draws_of(x:Matrix, n_boot:int=2000, seed:int=0, run:int=0)->dict: # metric -> value, (n_boot,D) draws of its terms
     "Terms of each metric that can be computed, and draws around them."
     values,stack = terms(x.m),terms(drawn(x, n_boot, seed, run))
-    n = x.out.S.shape[-1] if x.out is not None else None
+    n = len(x.out.trials) if x.out is not None else None
     of = lambda v, d: np.stack([centred(d[:, j], v[j], n) for j in range(len(v))], -1)
     return {k: (v.mean(), of(v, stack[k])) for k,v in values.items() if not np.isnan(v).any()}
 
@@ -131,6 +131,27 @@ def intervals(
         rows.append(dict(name=x.name, metric=k, value=100*value, low=100*over[0][0], high=100*over[0][1], low_tasks=100*over[1][0], high_tasks=100*over[1][1], tasks=draws.shape[1]))
     return pd.DataFrame(rows)
 
+# %% ../../nbs/eval/17_matrices.ipynb #b41c07d4
+def aligned(matrices:list)->list: # of `Matrix`
+    "The same matrices; those with single results have one order of tasks and initial states, so that equal weights fall on equal ones."
+    singles = [x.out for x in matrices if x.out is not None]
+    if not singles: return matrices
+    order,trials = list(singles[0].matrix.task_ids),sorted({i for out in singles for i in out.trials})
+    return [x if x.out is None else replace(x, m=(out := _placed(x.out, order, trials)).matrix, out=out) for x in matrices]
+
+def _placed(out:Outcomes, order:list, trials:list)->Outcomes:
+    "Single results with a column for each of these tasks, and a place for each of these initial states."
+    m,at = out.matrix,np.searchsorted(trials, out.trials)
+    columns = [m.task_ids.index(task) for task in order]
+    def cut(x): return x[..., columns]
+    def wide(x):
+        full = np.full((*x.shape[:-1], len(trials)), np.nan)
+        full[..., at] = x
+        return full
+    ids = tuple(m.task_ids[c] for c in columns)
+    placed = SuccessMatrix(m.stages, ids, cut(m.k), cut(m.n), cut(m.k0), cut(m.n0), m.curves)
+    return Outcomes(placed, wide(out.S)[:, columns], {k: wide(c) for k,c in out.curves.items()}, out.trials)
+
 # %% ../../nbs/eval/17_matrices.ipynb #d7d44e10
 def differences(
     matrices:list,   # of `Matrix`
@@ -138,10 +159,11 @@ def differences(
     seed:int=0       # of the bootstrap
 )->pd.DataFrame:
     "Every two matrices, by every metric that both have; ValueError for other tasks."
-    of,rows = [draws_of(x, n_boot, seed, i) for i,x in enumerate(matrices)],[]
+    for b in matrices[1:]:
+        if set((a := matrices[0]).m.task_ids) != set(b.m.task_ids): raise ValueError(f"{a.name} and {b.name} are not on the same tasks: {', '.join(a.m.task_ids[:4])} and {', '.join(b.m.task_ids[:4])}")
+    of,rows = [draws_of(x, n_boot, seed, i) for i,x in enumerate(aligned(matrices))],[]
     for i,a in enumerate(matrices):
         for j,b in enumerate(matrices[i+1:], i+1):
-            if set(a.m.task_ids) != set(b.m.task_ids): raise ValueError(f"{a.name} and {b.name} are not on the same tasks: {', '.join(a.m.task_ids[:4])} and {', '.join(b.m.task_ids[:4])}")
             for k in of[i].keys() & of[j].keys():
                 d = of[i][k][1].mean(-1)-of[j][k][1].mean(-1)
                 low,high = quantiles(d, .95, True)

@@ -138,8 +138,9 @@ def to_json(m:SuccessMatrix)->dict:
     "The matrix as JSON values; every count stands under its task's id."
     cells = lambda k,n: {j: [float(a), float(b)] for j,a,b in zip(m.task_ids, k, n) if b}
     rows = [dict(stage=t, after=s, counts=cells(m.k[t], m.n[t])) for t,s in enumerate(m.stages)]
+    probes = [j for j in m.task_ids if isinstance(j, Probe)]
     return dict(tasks=list(m.task_ids), before=cells(m.k0, m.n0), rows=rows,
-                curves={j: c.tolist() for j,c in m.curves.items()})
+                curves={j: c.tolist() for j,c in m.curves.items()}) | (dict(probes=probes) if probes else {})
 
 def from_json(d:dict)->SuccessMatrix:
     "The inverse of `to_json`."
@@ -147,7 +148,8 @@ def from_json(d:dict)->SuccessMatrix:
     for t,cells in enumerate([r["counts"] for r in d["rows"]]+[d["before"]]):
         for j,c in cells.items(): kn[:, t, d["tasks"].index(j)] = c
     (k,n),(k0,n0) = kn[:,:-1],kn[:,-1]
-    return SuccessMatrix(tuple(r["after"] for r in d["rows"]), tuple(d["tasks"]), k, n, k0, n0,
+    ids = tuple(Probe(j) if j in d.get("probes", ()) else j for j in d["tasks"])
+    return SuccessMatrix(tuple(r["after"] for r in d["rows"]), ids, k, n, k0, n0,
                          {j: np.array(c) for j,c in d["curves"].items()})
 
 # %% ../../nbs/eval/00_metrics.ipynb #c15a94c0

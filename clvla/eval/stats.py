@@ -36,6 +36,9 @@ class Outcomes:
     matrix: SuccessMatrix # the counts
     S: np.ndarray         # (T+1,K,N) 1 success, 0 failure, NaN not run; the last row is the one before training
     curves: dict          # task id -> (E,N) results along its learning curve
+    trials: tuple = ()    # N numbers of the initial states; (): 0 to N-1
+
+    def __post_init__(self): object.__setattr__(self, "trials", self.trials or tuple(range(self.S.shape[-1])))
 
 def outcomes(records, stages, task_ids)->Outcomes:
     "Sort episode records by stage, task and initial state."
@@ -49,7 +52,7 @@ def outcomes(records, stages, task_ids)->Outcomes:
         if r.get("step") is None: S[r["stage"], task_ids.index(r["task"]), i] = r["success"]
         t,e = steps.get(r["task"], (None, []))
         if t == r["stage"] and r.get("step") in e: L[r["task"]][e.index(r.get("step")), i] = r["success"]
-    return Outcomes(m, S, L)
+    return Outcomes(m, S, L, tuple(column))
 
 # %% ../../nbs/eval/01_stats.ipynb #5da0c53a
 def resample(

@@ -7,7 +7,7 @@ __all__ = ['CLAIMS', 'rule', 'ClaimVerdict', 'judge', 'judge_seeds', 'judge_plan
 
 # %% ../../nbs/eval/21_verdict.ipynb #7e92c004
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import isnan
 import numpy as np
 import pandas as pd
@@ -49,13 +49,17 @@ class ClaimVerdict:
     says:str        # holds, does not, too small to tell
     could:float     # points: the smallest difference that these runs could have shown
     level:float = 95. # of the interval, percent
+    p_holm:float = field(default=float("nan"), repr=False) # of a plan's test, where the correction for its tests decides
 
     @property
     def text(self)->str:
         "In a sentence, for a page's first paragraph."
         words = {"holds": "The claim holds here", "does not": "The claim does not hold here"}.get(self.says, "Nothing was found (too small to tell)")
         return (f"{words}: {self.difference:+.1f} points, {self.level:g} % interval [{self.low:.1f}, {self.high:.1f}] over {self.n} seeds, "
-                f"where {self.smallest:g} points are of interest and {self.could:.1f} could have been shown.")
+                f"where {self.smallest:g} points are of interest and {self.could:.1f} could have been shown{self._corrected}.")
+
+    @property
+    def _corrected(self)->str: return "" if isnan(self.p_holm) else f"; the interval is that of one test, and p = {self.p_holm:.2g} after Holm over all of the plan's"
 
 # %% ../../nbs/eval/21_verdict.ipynb #67a0ff0b
 def judge(
@@ -92,7 +96,10 @@ def judge_planned(
     "The verdict by a plan's own test; ValueError where there were no runs, or where its endpoint is no share."
     if plan["endpoint"] in plain: raise ValueError(f"the plan's endpoint {plan['endpoint']!r} is no share, and a claim is judged in points; `follow_runs` says what the test found")
     if isnan(test.low): raise ValueError(f"{test.method}: the plan has {test.n} shared seeds, which have no interval; make its runs first")
-    return judge(claim, test.difference, test.low, test.high, plan["smallest"], test.n, plan["alpha"])
+    found = judge(claim, test.difference, test.low, test.high, plan["smallest"], test.n, plan["alpha"])
+    apart = found.says == ("holds" if claim in ("more", "less") else "does not")   # what the corrected p-value is about
+    if not apart or not test.p_holm > plan["alpha"]: return found
+    return replace(found, says="too small to tell", p_holm=test.p_holm)
 
 # %% ../../nbs/eval/21_verdict.ipynb #a4ec4b13
 def opens_with(
