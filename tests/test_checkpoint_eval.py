@@ -11,6 +11,7 @@ from clvla.cl.base import CLAlgorithm
 from clvla.envs.all import kinds
 from clvla.eval.compare import group, read_run, summary
 from clvla.eval.parts import merge
+from clvla.eval.stats import final_trained
 from clvla.run.report import matrix_of
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
 from clvla.train.config import TrainConfig, resolve
@@ -258,3 +259,13 @@ def test_each_part_sees_its_own_gpu(run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     with pytest.raises(RuntimeError, match="part0of2 .exit code 1"): ce.play_parts(evaluation, say=len)
     assert [gpu for _, gpu in started[2:]] == ["4", "6"]
+
+def test_of_another_suite_only_trained_tasks_count_as_trained(tmp_path):
+    "A joint run's rows are of no task, so its columns say which tasks it trained; an evaluation on the same suite is as before."
+    run = train_cl(resolve(TrainConfig(algo="joint", suite="dot_2", n_demos=2, steps_per_task=1, warmup=1, batch_size=8, threads=1, image_size=32,
+                                       evaluate="none", run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))), say=len).path
+    wide, own = (read_run(eval_cl(config(run, n_trials=1, **kw), len).path) for kw in (dict(suite="dot_3"), {}))
+    assert [(r.stages, list(r.task_ids), r.matrix.trained.tolist()) for r in (wide, own)] == [
+        (("joint",), ["left", "right", "up"], [[True, True, False]]), (("joint",), ["left", "right"], [[True, True]])]
+    assert {r["task"] for r in final_trained(wide.records, wide.task_ids)} == {"left", "right"} and "Untrained" in wide.scores
+    assert wide.scores["ASR"] == own.scores["ASR"]
