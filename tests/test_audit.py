@@ -354,3 +354,23 @@ def test_a_run_that_is_not_at_its_end_is_named(tmp_path):
     assert made("stopped", [*end[:2], (1, "b", 1)]).lacks == ["the run has at its end 1 of 2 episodes of b"]
     plan = check_plan(dict(endpoint="ASR", methods=["x"], baseline="y", seeds=[0], episodes=2, test="McNemar", smallest=5))
     assert "x has come to stage 1 of 2, after a" in result_deviations(plan, read_results(f"x={tmp_path}/under_way"))
+
+
+def test_a_run_counts_trained_tasks_under_its_own_seed_and_plan(tmp_path):
+    "An evaluation has a seed too, of the policy's noise; a probe is no part of what was learnt."
+    def folder(path, settings, stream=None):
+        path.mkdir(parents=True)
+        (path/"config.json").write_text(json.dumps(settings))
+        if stream: (path/"stream.json").write_text(json.dumps(stream))
+        rows = [dict(stage=0, step=None, task=task, trial=i, success=task == "a") for task in "ab" for i in range(2)]
+        (path/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in rows))
+        return read_results(f"x={path}")
+    stream = dict(tasks=[dict(id="a"), dict(id="b", trained=False)], stages=["joint"])
+    run = folder(tmp_path/"run", dict(seed=4, plan="ours"), stream)
+    more = folder(tmp_path/"run/evals/more", dict(seed=0, plan="", first_trial=0))
+    planned = folder(tmp_path/"run/evals/planned", dict(seed=0, plan="its own", first_trial=0))
+    other = folder(tmp_path/"evals/other", dict(seed=7, plan="of a run"), stream)   # a run whose folder lies in one of that name
+    assert [(r.k, r.n, set(r.episodes.seed), r.plan) for r in (run, more, planned, other)] == [
+        (2, 2, {4}, "ours"), (2, 2, {4}, "ours"), (2, 2, {4}, "its own"), (2, 2, {7}, "of a run")]
+    (tmp_path/"run/stream.json").write_text(json.dumps(stream | dict(tasks=[dict(id=i, trained=False) for i in "ab"])))
+    assert read_results(f"x={tmp_path/'run'}").n == 4   # where nothing was trained, everything counts
