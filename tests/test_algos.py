@@ -671,3 +671,26 @@ def test_equal_parts_are_the_mean_of_all_ends(first):
     for t,w in enumerate(after):
         parts = [begin]*first + ended[:t+1]
         assert torch.allclose(w, sum(parts)/len(parts), atol=1e-6) and torch.equal(w, ended[t]) == (t == 0 and not first)
+
+
+def test_si_divides_by_the_way_that_the_trained_weights_went():
+    "Beside an average of the weights, which ends nearer; where a run stands is stored, and without an average nothing more is."
+    def end_of_task(average):
+        si,loop = SI(xi=1e-3),quick_loop(STREAM)
+        start(si, loop, 0, 12)
+        ctx = loop.ctx
+        ctx.average = EMA(ctx.policy, .9) if average else None
+        call_hook(si, "on_task_start", ctx)
+        for _ in range(12):
+            cl_step(si, loop, 32)
+            if average: ctx.average.update(ctx.policy)
+        end,state = flat(ctx.params().values()).detach().clone(),si.state_dict()
+        if average: ctx.average.copy_to(ctx.policy)
+        resumed = SI(xi=1e-3)
+        resumed.load_state_dict(state)
+        for algo in (si, resumed): call_hook(algo, "on_task_end", ctx)
+        assert torch.equal(si.omega, resumed.omega) and torch.equal(si.star, flat(ctx.params().values()))
+        assert torch.equal(si.omega, (si.w/((end-si.start).square()+1e-3)).clamp(min=0)) and ("end" in state) == average
+        return si
+    plain,averaged = map(end_of_task, (False, True))
+    assert torch.equal(plain.omega, averaged.omega) and not torch.equal(plain.star, averaged.star)

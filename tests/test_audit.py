@@ -388,3 +388,23 @@ def test_a_probe_is_no_part_of_what_a_perturbation_leaves(tmp_path):
     found = {label: read_jsonl(write_run(tmp_path/(label or "plain"), rate, probe)/"episodes.jsonl") for label,rate,probe in (("", 1., 0.), ("camera", .5, 1.))}
     table = changed_table(found, ids_of(json.loads((tmp_path/"plain/stream.json").read_text())))
     assert table["of plain"].tolist() == [1., .5] and table.episodes.tolist() == [40, 40] and table.p.tolist() == [0., 100.]
+
+
+def test_a_run_counts_trained_tasks_under_its_own_seed_and_plan(tmp_path):
+    "An evaluation has a seed too, of the policy's noise; a probe is no part of what was learnt."
+    def folder(path, settings, stream=None):
+        path.mkdir(parents=True)
+        (path/"config.json").write_text(json.dumps(settings))
+        if stream: (path/"stream.json").write_text(json.dumps(stream))
+        rows = [dict(stage=0, step=None, task=task, trial=i, success=task == "a") for task in "ab" for i in range(2)]
+        (path/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in rows))
+        return read_results(f"x={path}")
+    stream = dict(tasks=[dict(id="a"), dict(id="b", trained=False)], stages=["joint"])
+    run = folder(tmp_path/"run", dict(seed=4, plan="ours"), stream)
+    more = folder(tmp_path/"run/evals/more", dict(seed=0, plan="", first_trial=0))
+    planned = folder(tmp_path/"run/evals/planned", dict(seed=0, plan="its own", first_trial=0))
+    other = folder(tmp_path/"evals/other", dict(seed=7, plan="of a run"), stream)   # a run whose folder lies in one of that name
+    assert [(r.k, r.n, set(r.episodes.seed), r.plan) for r in (run, more, planned, other)] == [
+        (2, 2, {4}, "ours"), (2, 2, {4}, "ours"), (2, 2, {4}, "its own"), (2, 2, {7}, "of a run")]
+    (tmp_path/"run/stream.json").write_text(json.dumps(stream | dict(tasks=[dict(id=i, trained=False) for i in "ab"])))
+    assert read_results(f"x={tmp_path/'run'}").n == 4   # where nothing was trained, everything counts

@@ -14,6 +14,7 @@ from clvla.data.streams import stream_json
 from clvla.envs.all import kinds, make_stream
 from clvla.eval.compare import group, read_run, summary
 from clvla.eval.parts import merge
+from clvla.eval.stats import final_trained
 from clvla.run.report import matrix_of
 from clvla.run.config import RunConfig
 from clvla.train.checkpoint_eval import EvalConfig, eval_cl
@@ -276,3 +277,14 @@ def test_what_a_run_never_trained_is_no_part_of_its_average_on_another_stream(tm
         for i in range(2): append_jsonl(at/"episodes.jsonl", dict(stage=len(stages)-1, after=stages[-1], task=task, trial=i, success=won, step=None))
     scores = read_run(at).scores
     assert (scores["ASR"].value, scores["Untrained"].value) == (1., 0.)
+
+
+def test_of_another_suite_only_trained_tasks_count_as_trained(tmp_path):
+    "A joint run's rows are of no task, so its columns say which tasks it trained; an evaluation on the same suite is as before."
+    run = train_cl(resolve(TrainConfig(algo="joint", suite="dot_2", n_demos=2, steps_per_task=1, warmup=1, batch_size=8, threads=1, image_size=32,
+                                       evaluate="none", run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"))), say=len).path
+    wide, own = (read_run(eval_cl(config(run, n_trials=1, **kw), len).path) for kw in (dict(suite="dot_3"), {}))
+    assert [(r.stages, list(r.task_ids), r.matrix.trained.tolist()) for r in (wide, own)] == [
+        (("joint",), ["left", "right", "up"], [[True, True, False]]), (("joint",), ["left", "right"], [[True, True]])]
+    assert {r["task"] for r in final_trained(wide.records, wide.task_ids)} == {"left", "right"} and "Untrained" in wide.scores
+    assert wide.scores["ASR"] == own.scores["ASR"]

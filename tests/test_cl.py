@@ -9,7 +9,7 @@ from clvla.cl.all import algo_settings, algos, make_algo
 from clvla.cl.compose import Compose
 from clvla.cl.base import (CLAlgorithm, CLContext, call_hook, check_choice, check_count, check_flag,
     check_number, flat, unflat)
-from clvla.cl.buffer import Reservoir, TaskBuffer, bytes_of, draw_positions, quotas, slots
+from clvla.cl.buffer import Reservoir, TaskBuffer, bytes_of, draw_positions, n_trained, quotas, slots
 from clvla.cl.der import DER
 from clvla.cl.derpp import DERpp
 from clvla.cl.engine import Engine, Loop, cl_step, unwrap_optimizer
@@ -150,6 +150,14 @@ def test_probes_need_no_room_in_a_memory(memory):
     room = lambda *tasks: memory.check_room(CLContext(policy=None, stream=Stream("some", tasks, cycles=3)))
     room(*tasks)
     with pytest.raises(ValueError, match="too small for 5 tasks|no room for 4 phases"): room(*(replace(task, trained=True) for task in tasks))
+
+def test_a_stream_whose_stages_cannot_be_told_is_not_counted_by_its_ids():
+    "Its probes would have been counted without a word."
+    class Broken:
+        ids = ["a", "probe"]
+        @property
+        def stages(self): return self.nothing
+    with pytest.raises(AttributeError, match="nothing"): n_trained(Broken())
 
 @pytest.mark.parametrize("make", [MIR, GSS])
 def test_what_chooses_its_memory_can_stand_behind_a_whole_batch(make):

@@ -118,3 +118,16 @@ def test_files_without_an_expert_are_as_before(tmp_path, data):
     assert again.read_bytes() == (run.path/"practice/round-000.safetensors").read_bytes()
     save_state(tmp_path/"odd.safetensors", dict(episodes=[{"task_id": "left"}]))
     with pytest.raises(ValueError, match="no episodes"): load_episodes(tmp_path/"odd.safetensors")
+
+
+def test_a_probe_needs_no_expert(monkeypatch):
+    "A task that is only evaluated is played by the policy alone."
+    from clvla.rl import corrections
+    cfg = resolve_practice(PracticeConfig(**(SOME | dict(suite=dict(base="dot_3", probes=["up"]), algo="dagger"))))
+    def lacking(task):
+        monkeypatch.setattr(corrections, "kind_of", lambda t: t.id)
+        monkeypatch.setattr(corrections, "offers", lambda kind: () if kind == task else ("expert", "snapshots"))
+    lacking("up")
+    corrections.check_experts(cfg, True)
+    lacking("right")
+    with pytest.raises(ValueError, match="asks a scripted expert, and right of kind 'dot' has none"): corrections.check_experts(cfg, True)

@@ -427,6 +427,12 @@ def test_record_keeps_successes_and_clean_actions():
     assert all((a[STATE][:9] != b[STATE][:9]).any() for a,b in zip(eps, noisy))
     with pytest.raises(ValueError, match="at least 1"): record(env, 0, seed=0)
 
+def test_a_success_after_the_last_step_is_none():
+    "An attempt would have ended by then; the frames behind a success may come later."
+    env = Line(); took = len(record_one(env, FIRST_TRIAL, np.random.default_rng(0), 0., 0)[ACTION])
+    env.max_steps = took; assert len(record_one(env, FIRST_TRIAL, np.random.default_rng(0), 0., 4)[ACTION]) == took+4
+    env.max_steps = took-1; assert record_one(env, FIRST_TRIAL, np.random.default_rng(0), 0., 4) is None
+
 def test_every_camera_is_stored_and_every_axis_has_its_noise():
     env,wrist = Line(),f"{IMAGE[:-5]}wrist"; env.cameras = ("front","wrist"); done = []
     step = env.step; env.step = lambda a: (done.append(np.array(a)), step(a))[1]

@@ -84,7 +84,7 @@ def test_a_share_is_filled_as_far_as_frames_fit():
 def test_a_budget_without_room_is_a_sentence_before_the_task_begins():
     with pytest.raises(ValueError, match="a share of 500 bytes, one of 1, holds no frame of task 'a', whose first one takes"):
         TaskBuffer(None, store="deltas", total_size="500 B").add_task("a", Scenes(a=5))
-    ctx = SimpleNamespace(stream=SimpleNamespace(ids=list("abcd")), task_id="a", data=Scenes(a=5))
+    ctx = SimpleNamespace(stream=SimpleNamespace(stages=list("abcd")), task_id="a", data=Scenes(a=5))
     with pytest.raises(ValueError, match="a share of 500 bytes, one of 4,"): TaskBuffer(None, store="deltas", total_size="2 kB").check_room(ctx)
     TaskBuffer(None, store="deltas", total_size="20 kB").check_room(ctx)
 

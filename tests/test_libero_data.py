@@ -320,6 +320,19 @@ def test_own_recordings_are_tried_in_the_environment_that_they_were_recorded_in(
     with pytest.raises(ValueError, match="no entry 'planes'"): make_stream(str(path))
 
 
+def test_recordings_with_other_starts_are_no_one_task(tmp_path):
+    "Recordings of `libero_five` and of `libero_five_wide` had been trained on together, and tried at the usual starts alone."
+    task = libero_task("libero_goal", "turn_on_the_stove"); wide = dict(places="exchanged", sides="mirrored")
+    def recorded(folder, **more):
+        write_json(tmp_path/folder/"demos.json", dict(settings=dict(task=task.id, env=task.env | more), files={}))
+        return str(write_lerobot(tmp_path/folder/"lerobot", [drawn(text=task.prompt)]))
+    near,far,later = recorded("near"),recorded("far", **wide),recorded("later", **wide, max_steps=400)
+    with pytest.raises(ValueError, match="was recorded with the usual starts in .*near.* and with .*exchanged.* in .*far.*; make a stream of each kind"): make_stream([near, far], partition="by_task_index")
+    with pytest.raises(ValueError, match="'turn on the stove', 'turn on the stove'.* are one LIBERO task.*by_task_index"): make_stream([far, later])
+    (same,) = make_stream([far, later], partition="by_task_index").tasks
+    assert len(same.source["parts"]) == 2 and wide.items() <= same.env.items()
+
+
 # conversions
 
 def test_axis_angle_against_rotation_matrices():

@@ -252,6 +252,11 @@ def test_groups_hold_every_trained_parameter_once():
     assert sum(q.numel() for g in groups for q in g["params"]) == n_params(p) < n_params(p, trained=False)
     assert {g["lr"] for g in groups} == {1e-3, 1e-4, 1e-5} and {g["weight_decay"] for g in groups} == {0., 1e-2}
     assert all(q.ndim > 1 for g in groups if g["weight_decay"] for q in g["params"])
+    near = torch.nn.ModuleDict({k: torch.nn.Linear(2, 2) for k in ("head", "header")})
+    rates = {g["name"]: (len(g["params"]), g["lr"]) for g in param_groups(near, 1., lr_of={"head": .1})}
+    assert rates == {"all/decay": (1, 1.), "all/plain": (1, 1.), "head/decay": (1, .1), "head/plain": (1, .1)}
+    assert [g["lr"] for g in param_groups(near, 1., lr_of={"head.": .1})] == [.1, .1, 1., 1.]
+    with pytest.raises(ValueError, match="no parameter lies in 'hea'; did you mean 'head"): param_groups(near, 1., lr_of=dict(hea=.1))
     with pytest.raises(ValueError, match="did you mean"): param_groups(p, 1e-3, lr_of={"eyess.0.conv.0.weight": 1.})
     with pytest.raises(ValueError, match="frozen"): param_groups(p.requires_grad_(False), 1e-3)
 

@@ -216,7 +216,7 @@ def test_a_memory_in_bytes_is_measured_before_a_task_has_been_attempted(tmp_path
     source = TransitionSource(lambda: replay, ["a", "b"], 0, view=lambda rows: {k: rows[k] for k in ("x", "y")})
     memory = TaskBuffer(total_size="64 B")
     for task, name in enumerate(source.ids):
-        memory.check_room(SimpleNamespace(stream=source, task_id=name, data=source))   # of a stream the ids are looked at
+        memory.check_room(SimpleNamespace(stream=SimpleNamespace(stages=source.ids), task_id=name, data=source))
         replay.push(dict(x=torch.ones(5, 3)), dict(start=[0, 1, 2, 3], next=[1, 2, 3, 4], y=torch.ones(4)), task)
         memory.add_task(name, source)
         assert memory.frame_bytes == bytes_of(source.fetch(name, [0])) == 16 and memory.total_size == 4

@@ -457,3 +457,21 @@ def test_kills_at_random_moments(data, tmp_path):
     "The short form of tests/chaos.py: one kill after the first checkpoint, one at any time."
     references, rows = chaos(tmp_path/"chaos", kills=2, seed=int.from_bytes(os.urandom(4), "big"), parallel=2, demos=data, algos=("mir",))
     assert len(rows) == 2 and all(r["same"] and not r["left"] and r["victim"] != "none" for r in rows), rows
+
+
+def test_generators_that_are_missing_are_named(tmp_path):
+    "Of a process whose folder is not the shared one, or beside a checkpoint of fewer processes."
+    from types import SimpleNamespace as NS
+    from clvla.core.batch import global_rng_state
+    from clvla.core.files import write_json
+    from clvla.core.state import save_state
+    from clvla.run.resume import load_into, write_checkpoint
+    run, learner = RunFolder(tmp_path/"run"), NS(position=(1, None), stages=[NS(name="left")], documents=lambda records: {}, write=lambda folder: None, files=("state",))
+    run.path.mkdir()
+    write_json(run.path/"versions.json", {})
+    save_state(run.path/"generators-0.safetensors", global_rng_state())
+    cfg = TrainConfig()
+    with pytest.raises(OSError, match="000-left could not be written: .*run has no generators-1.safetensors, which process 1 writes there.*all its machines share"):
+        write_checkpoint(run, learner, cfg, dict(state={}), world=2)
+    point = write_checkpoint(run, learner, cfg, dict(state={}))
+    with pytest.raises(FileNotFoundError, match="000-left has no generators-1.safetensors, .*the run had fewer processes"): load_into(learner, point, rank=1)

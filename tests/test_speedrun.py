@@ -125,6 +125,16 @@ def test_a_terminal_says_what_is_wrong(made, tmp_path):
         with pytest.raises(SystemExit, match=says): speedrun.main(words)
 
 
+def test_the_newest_record_is_not_timed_beside_itself(made, tmp_path, monkeypatch):
+    folder, sub, record = made
+    (tmp_path/"submissions").mkdir()
+    path = tmp_path/"submissions"/"one.yaml"
+    path.write_text(TEXT.format(seed=0, more=""))
+    enter(record, tmp_path/"records.jsonl", TRACK)
+    monkeypatch.setattr(speedrun, "attempt", None)   # nothing is run
+    with pytest.raises(SystemExit, match="one is the newest record itself; .*clvla-speedrun verify .*one.yaml"): speedrun.main(["run", str(path), "--again"])
+
+
 def test_the_bound_pairs_tasks_by_name():
     "The order of the tasks in an attempt is that of their first episodes' ends, which a seed changes."
     won = {f"t{k}": "1"*(30-k)+"0"*k for k in range(6)}   # the same starts fail with both seeds

@@ -178,3 +178,24 @@ def test_statistics_of_several_stores_and_of_a_lerobot_data_set(data, tmp_path):
 @pytest.mark.parametrize("path, says", [("nowhere", "is no folder"), (".", "has neither frames")])
 def test_folders_without_statistics(tmp_path, path, says, capsys):
     assert main(["stats", str(tmp_path/path)]) == 1 and says in capsys.readouterr().err
+
+
+def test_a_probe_is_no_answer(data, tmp_path):
+    "A task that no run trained says nothing of what a stream needs to be learnt."
+    from clvla.run.folder import RunFolder
+    suite = dict(base="dot_3", probes=["up"])
+    cfgs = runs_of(suite, tmp_path, data_dir=data, **SMALL)
+    for cfg in cfgs.values():
+        folder = RunFolder(cfg.run_dir)
+        folder.path.mkdir(parents=True)
+        for task in ("left", "right", "up"): folder.episode(dict(stage=0, after="joint", step=None, task=task, trial=0, success=task == "up"))
+    answers = validity.trained_answers(cfgs)
+    assert len(answers) == 8 and all(a.of == dict(left=[0, 1], right=[0, 1]) for a in answers)
+    stream = stream_for(cfgs["seeing-joint-s0"])
+    assert [(t.id, t.prompt) for t in misread(stream)] == [("left", stream["right"].prompt), ("right", stream["left"].prompt)]
+
+
+def test_other_answers_are_of_trained_tasks(data, tmp_path, monkeypatch):
+    cfg = runs_of(dict(base="dot_3", probes=["up"]), tmp_path, data_dir=data, **SMALL)["seeing-joint-s0"]
+    monkeypatch.setattr(validity, "played", lambda cfg, tasks, trials: {t.id: [True] for t in tasks})
+    assert [list(a.of) for a in validity.other_answers(cfg, len)] == [["left", "right"]]*4

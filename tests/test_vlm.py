@@ -516,7 +516,7 @@ def test_rates_of_parts(policy):
     assert {g["name"].split("/")[0]: g["lr"] for g in groups} == {"all": 1e-3, eye: 1e-5, "head": 1e-4}
     assert policy.lr_of(1e-3) == ({"head": 1e-3/8} if name_of(policy) == "neurovla-tiny" else {})
     assert sum(q.numel() for g in groups for q in g["params"]) == n_params(policy)
-    with pytest.raises(ValueError, match="no parameter begins with 'vlm.visul'"): param_groups(policy, 1e-3, lr_of={"vlm.visul": 1e-5})
+    with pytest.raises(ValueError, match="no parameter lies in 'vlm.visul'"): param_groups(policy, 1e-3, lr_of={"vlm.visul": 1e-5})
 
 
 # --- heads

@@ -70,10 +70,10 @@ def slots(
     return k
 
 def n_trained(
-    stream # `stages`, as of `data.streams.Stream`; without them each of its `ids` is trained
+    stream # with `stages`, as `data.streams.Stream`, or the tasks' ids in their place
 )->int:
     "How many tasks may come to be remembered: probes are only evaluated, and a task that comes again is one."
-    return len({s if isinstance(s, str) else s.task.id for s in getattr(stream, "stages", stream.ids)})
+    return len({s if isinstance(s, str) else s.task.id for s in stream.stages})
 
 # %% ../../nbs/cl/03_buffer.ipynb #613ea1f2
 class Size(Count):

@@ -44,20 +44,24 @@ class SI(L2):
     ):
         super().__init__(c)
         self.w = self.start = None # (P,) of the task under way; None before the first
+        self.end = None            # (P,) where its updates have led, beside an average of the weights; None: no average
 
     def on_task_start(self, ctx):
         self.start = weights_now(ctx)
-        self.w = torch.zeros_like(self.start)
+        self.w,self.end = torch.zeros_like(self.start),None
 
     def after_backward(self, ctx):
         self.before = weights_now(ctx)
         self.g = task_gradient(self, ctx, self.before)
 
     def after_step(self, ctx):
-        self.w = self.w.to(ctx.device) - self.g*(weights_now(ctx)-self.before)
+        now = weights_now(ctx)
+        self.w = self.w.to(ctx.device) - self.g*(now-self.before)
+        if ctx.average: self.end = now
 
     def importance(self, ctx, theta:Tensor)->Tensor:
-        omega = per_distance(self.w.to(theta), theta-self.start.to(theta), self.xi).clamp(min=0)
+        end = theta if self.end is None else self.end.to(theta)   # of the path that w belongs to
+        omega = per_distance(self.w.to(theta), end-self.start.to(theta), self.xi).clamp(min=0)
         if self.omega is not None: omega = omega + self.omega.to(theta)
         return omega if self.cap is None else omega.clamp(max=self.cap)
 
@@ -65,10 +69,10 @@ class SI(L2):
 @patch
 def state_dict(self:SI)->dict:
     "Springs, and the path of the task under way."
-    return L2.state_dict(self) | dict(w=self.w, start=self.start)
+    return L2.state_dict(self) | dict(w=self.w, start=self.start) | ({} if self.end is None else dict(end=self.end))
 
 @patch
 def load_state_dict(self:SI, state:dict):
     "Go on inside a task."
     L2.load_state_dict(self, state)
-    self.w,self.start = state["w"],state["start"]
+    self.w,self.start,self.end = state["w"],state["start"],state.get("end")

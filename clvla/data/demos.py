@@ -56,14 +56,14 @@ def record_one(
     env.reset(trial)
     n_actions = getattr(env, "n_actions", None)
     frames,left,keys = [],None,[IMAGES+c for c in env.cameras]
-    for _ in range(env.max_steps+tail):
+    for step in range(env.max_steps+tail):
         action = np.asarray(env.expert(), np.float32)
         if n_actions is None: action = np.clip(action, -1, 1)
         more = [env.render(camera=c).copy() for c in env.cameras[1:]]
         frames.append((env.render().copy(), *more, np.array(env.state, np.float32), action))
         _,success,terminated,_ = env.step(disturb(action, rng, noise, n_actions))
         if success and left is None: left = tail
-        if left == 0 or left is None and terminated: break   # a task's own end without success is a failure
+        if left == 0 or left is None and (terminated or step >= env.max_steps-1): break   # its own end, or no time left: a failure
         if left is not None: left -= 1
     if left is None: return None
     *images,states,actions = map(np.stack, zip(*frames))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'MOST', 'LEVEL', 'KINDS', 'LINE', 'Results', 'of_episodes', 'of_counts', 'counted', 'of_text', 'read_csv',
            'share_interval', 'of_lerobot', 'of_vla_eval', 'lines_of_openvla', 'rows_of_openvla', 'of_openvla',
-           'stream_at', 'ends_at', 'of_run', 'unfinished', 'of_json', 'read_results']
+           'settings_in', 'stream_of', 'ends_at', 'of_run', 'unfinished', 'of_json', 'read_results']
 
 # %% ../../nbs/eval/11_results.ipynb #41043294
 import json, re
@@ -16,6 +16,7 @@ import pandas as pd
 from ..core.files import read_json, reading
 from ..core.records import read_jsonl
 from ..core.seeds import np_rng
+from .compare import _is_evaluation
 from .metrics import ids_of
 from .stats import centred, final, final_trained, quantiles, wilson
 
@@ -212,29 +213,38 @@ def of_openvla(name:str, text:str)->Results|None: # None where it is no such tex
         found.lacks.append(f"its tasks have {found.counts.n.min()} to {found.counts.n.max()} episodes: it was stopped, or skipped some")
     return found
 
-# %% ../../nbs/eval/11_results.ipynb #90bc18f1
-def stream_at(path:Path)->Path|None:
-    "The `stream.json` of a run, or of an evaluation or its run; None where there is none."
-    homes = [path, path.resolve().parents[1]] if path.resolve().parent.name == "evals" else [path]
-    return next((home/"stream.json" for home in homes if (home/"stream.json").exists()), None)
+# %% ../../nbs/eval/11_results.ipynb #0fcb9867
+def settings_in(path:Path)->dict: # {} where there are none
+    "The settings of a run's folder, or of an evaluation's."
+    config = read_json(path/"config.json") if (path/"config.json").exists() else {}
+    if isinstance(config, dict): return config
+    raise ValueError(f"{path/'config.json'} is of type {type(config).__name__}, expected a dict of settings")
 
+def stream_of(path:Path)->dict|None: # with stages and tasks; None where there is no stream.json
+    "The stream of a run or of an evaluation, whose own one goes first."
+    homes = [path, path.resolve().parents[1]] if path.resolve().parent.name == "evals" else [path]
+    file = next((home/"stream.json" for home in homes if (home/"stream.json").exists()), None)
+    if file is None: return None
+    with reading(file): return dict(stages=list((stream := read_json(file))["stages"]), tasks=[dict(t, id=t["id"]) for t in stream["tasks"]])
+
+# %% ../../nbs/eval/11_results.ipynb #90bc18f1
 def ends_at(path:Path, records:list)->tuple: # records; names of the tasks that are left out
     "The last stage's records of the tasks that are trained, as success is counted everywhere; of all where each is a probe."
-    if (file := stream_at(path)) is None: return final(records),[]
-    with reading(file): ends = final_trained(records, ids_of(read_json(file)))
+    if (stream := stream_of(path)) is None: return final(records),[]
+    ends = final_trained(records, ids_of(stream))
     return ends,sorted({r["task"] for r in final(records)} - {r["task"] for r in ends})
 
 def of_run(name:str, path:Path)->Results:
-    "The last stage of a run or of an evaluation."
+    "The last stage of a run or of an evaluation: the tasks that were trained, under the seed of the run."
     records = [r for file in sorted(path.glob("episodes*.jsonl")) for r in read_jsonl(file)]
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
-    config = read_json(path/"config.json") if (path/"config.json").exists() else {}
-    if not isinstance(config, dict): raise ValueError(f"{path/'config.json'} is of type {type(config).__name__}, expected a dict of settings")
+    config = settings_in(path)
+    run = settings_in(path.resolve().parents[1]) if _is_evaluation(path, config) else config
     ends,probes = ends_at(path, records)
-    rows = [dict(task=r["task"], trial=r["trial"], seed=config.get("seed", 0), success=r["success"]) for r in ends]
+    rows = [dict(task=r["task"], trial=r["trial"], seed=run.get("seed", 0), success=r["success"]) for r in ends]
     changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
     found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}", pd.DataFrame(rows, columns=COLUMNS))
-    found.plan,found.changed,found.unfinished = config.get("plan", ""),", ".join(changed),unfinished(path, config, records)
+    found.plan,found.changed,found.unfinished = config.get("plan") or run.get("plan", ""),", ".join(changed),unfinished(path, config, records)
     found.lacks += [f"the run {found.unfinished}"]*bool(found.unfinished)
     found.lacks += [f"{', '.join(probes)}, on which it was not trained, {'is' if len(probes) == 1 else 'are'} left out"]*bool(probes)
     return found
@@ -245,8 +255,8 @@ def unfinished(
     records:list  # its episodes
 )->str: # "" where it is at its end, or no stream.json says where that is
     "How far episodes have come that are not at their end."
-    if (file := stream_at(path)) is None: return ""
-    with reading(file): stages,ids = list((stream := read_json(file))["stages"]),[t["id"] for t in stream["tasks"]]
+    if (stream := stream_of(path)) is None: return ""
+    stages,ids = stream["stages"],[t["id"] for t in stream["tasks"]]
     last = max(r["stage"] for r in records if r.get("step") is None)
     if last < len(stages)-1: return f"has come to stage {last+1} of {len(stages)}, after {stages[last]}" if last >= 0 else "was tried before its training alone"
     n,wanted = pd.Series([r["task"] for r in final(records)]).value_counts(),config.get("n_trials")

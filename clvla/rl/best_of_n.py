@@ -118,7 +118,8 @@ class BestOfNMethod(TokenMethod):
         super().__init__(seed, token, token_updates, gamma)
         if token and reads != "token": raise ValueError(f"token is {token!r}, which nothing reads; set reads to 'token'")
 
-    def end(self): self.policy.has_learnt.fill_(True)
+    def end(self):
+        if len(self.replay): self.policy.has_learnt.fill_(True)   # without a transition the critic is as it was made
     def nets(self)->dict: return dict(critic=self.learner.held)
     def samples(self, cfg)->int: return self.sample
 

@@ -109,8 +109,9 @@ def check_experts(
     cfg,           # settings of a run
     snapshots:bool # whether the expert's plans are needed
 ):
-    "ValueError for environments without a scripted expert, or without snapshots where they are needed."
+    "ValueError for environments of practised tasks without a scripted expert, or without snapshots where they are needed."
     for task in stream_for(cfg).tasks:
+        if not task.trained: continue   # a probe is played by the policy alone
         has,kind = offers(kind_of(task)),task.env["kind"]
         if has is None: continue   # the worker says what they lack
         if "expert" not in has: raise ValueError(

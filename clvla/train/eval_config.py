@@ -283,8 +283,8 @@ def begin_eval(
 # %% ../../nbs/train/05_eval_config.ipynb #56534012
 def _write_stream(evaluation:Evaluation):
     "Write which tasks are played, and after which stages of the run, as a run does in its own `stream.json`."
-    learnt = {stage.task.id for stage in evaluation.own.stages}   # what a joint run trained, no stage names
-    played = [replace(task, trained=task.trained and task.id in learnt) for task in map(evaluation.stream.__getitem__, evaluation.ids)]
+    learnt = {t.id for t in evaluation.own.tasks if t.trained}   # no other task was trained, also not by a joint run
+    played = [replace(task, trained=task.id in learnt) for task in map(evaluation.stream.__getitem__, evaluation.ids)]
     home = Path(evaluation.cfg.run_dir)/"stream.json"
     stages = read_json(home)["stages"] if home.exists() else [s.task.id for s in evaluation.own.stages]
     stream = Stream(evaluation.stream.name, played)

@@ -22,6 +22,7 @@ from ..run.checkpoint import checkpoints
 from ..run.config import read_config
 from .checkpoint_eval import load_point, newest_point
 from .config import TrainConfig
+from .held_out import hold_out
 from .prepare import prepare
 from .trainer import Trainer
 
@@ -104,7 +105,8 @@ def probe_run(
     last,stream,policy,processor,algo = newest_point(run_dir, say=say)
     cfg,curves = read_config(run_dir),{} if curves is None else curves
     check_probe(cfg, algo, stream)
-    data = TaskData(prepare(stream, cfg, say), processor, cfg.chunk)
+    stores,_ = hold_out(prepare(stream, cfg, say), cfg.held_out)   # of the demonstrations that the run trained on
+    data = TaskData(stores, processor, cfg.chunk)
     fresh = build_policy(cfg, data.state_dim, data.action_dim, data.pixels, data.n_actions)
     points,found = points_of(last.parent, earlier(stream)),[]
     with Player(stream.tasks, 2, 1, cfg.image_size, H=cfg.chunk) as player:

@@ -268,7 +268,9 @@ def main(
     file = path.resolve().parents[1]/"records.jsonl"
     try:
         sub = read_submission(path)
-        if words[0] == "run": return enter(record_of(sub, track, say=print, beat=newest_of(file, path.parent) if words[2:] else None), file, track)
+        beat = newest_of(file, path.parent) if words[2:] else None
+        if beat and beat.name == sub.name: raise ValueError(f"{sub.name} is the newest record itself; name a submission that is to beat it, or repeat it: clvla-speedrun verify {path}")
+        if words[0] == "run": return enter(record_of(sub, track, say=print, beat=beat), file, track)
         record = next((r for r in read_jsonl(file) if r["name"] == sub.name), None)
         if record is None: raise ValueError(f"{file} has no record {sub.name!r}")
         if found := verify(sub, record, track): raise ValueError("\n".join(["it does not hold:", *found]))

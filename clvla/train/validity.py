@@ -75,8 +75,8 @@ def replayed(
 
 # %% ../../nbs/train/15_validity.ipynb #e6e6820f
 def misread(stream)->list:
-    "The tasks, each with the sentence of the next one that has another; ValueError where all have the same."
-    tasks = list(stream.tasks)
+    "The trained tasks, each with the sentence of the next one that has another; ValueError where all have the same."
+    tasks = [t for t in stream.tasks if t.trained]
     if len({t.prompt for t in tasks}) < 2: raise ValueError(f"all tasks of {stream.name!r} have one sentence, {tasks[0].prompt!r}; none is wrong")
     others = [next(o.prompt for o in [*tasks[k+1:], *tasks[:k]] if o.prompt != t.prompt) for k,t in enumerate(tasks)]
     return [replace(t, prompt=said) for t,said in zip(tasks, others)]
@@ -120,8 +120,8 @@ def counted(of:dict)->dict: return {task: [int(sum(won)), len(won)] for task,won
 
 # %% ../../nbs/train/15_validity.ipynb #65ee79b5
 def trained_answers(cfgs:dict)->list:
-    "What the runs reached at their ends, over all seeds."
-    answers = []
+    "What the runs reached at their ends on the tasks that they trained, over all seeds."
+    answers,learnt = [],{t.id for t in stream_for(next(iter(cfgs.values()))).tasks if t.trained}
     for order in ORDERS:
         for who in LACKING:
             of = {}
@@ -130,7 +130,7 @@ def trained_answers(cfgs:dict)->list:
                 records = RunFolder(cfg.run_dir).episodes(lambda line: None)
                 last = max(r["stage"] for r in records)
                 for r in records:
-                    if r["stage"] == last and r["step"] is None: of.setdefault(r["task"], []).append(r["success"])
+                    if r["stage"] == last and r["step"] is None and r["task"] in learnt: of.setdefault(r["task"], []).append(r["success"])
             answers.append(Answer("eyes and words", f"{who}, {order}", counted(of)))
     return answers
 
@@ -141,7 +141,7 @@ def other_answers(
 )->list:      # of `Answer`
     "What replays reach, and the seeing policy on other starts and under other sentences."
     stream,n = stream_for(cfg),cfg.n_trials
-    tasks,stores = [t for t in stream.tasks if t.env or t.eval_env],prepare(check(cfg), cfg, say)
+    tasks,stores = [t for t in stream.tasks if t.trained and (t.env or t.eval_env)],prepare(check(cfg), cfg, say)
     shown = lambda task: [trial_number("demos", k) for k in range(len(stores[task.id].episode_lengths))]
     own = [t for t in tasks if t.id in stores and (t.source or {}).get("kind") == "demos"]
     say("demonstrations are replayed without looking")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KNOWN', 'NAMES', 'CAMERAS', 'ASK', 'SMALL', 'SAID', 'OPTIONS', 'sample', 'state_of', 'gripper_of', 'check_action',
-           'repository', 'known_pictures', 'own_note', 'columns_of', 'recognise', 'match', 'as_libero']
+           'repository', 'known_pictures', 'own_note', 'columns_of', 'recognise', 'match', 'as_libero', 'check_mixed']
 
 # %% ../../../nbs/envs/libero/09_data.ipynb #d556b1d4
 import re
@@ -17,6 +17,7 @@ from ...core.files import read_json, reading
 from ...data.layouts import GRIPPERS, PICTURES, STATES, check_layout
 from ...data.contents import data_files, read_columns
 from .tasks import SUITES, SUITE_OF, check_suite, libero_id, libero_prompt, libero_task
+from .wide import VARIATIONS
 from ...data.partition import lerobot_info, lerobot_tasks
 
 # %% ../../../nbs/envs/libero/09_data.ipynb #06e44b17
@@ -276,9 +277,17 @@ def _as_one(task, which, seen, cams):
     if len(meant) > 1 or meant[0] is None: return replace(task, source=source)
     o = libero_task(*meant[0])
     played = [_played(p["path"]) for p in parts]
-    env = o.env | (played[0] if all(x == played[0] for x in played) else {})
+    check_mixed(texts[0][1], parts, played)
+    env = o.env | {k: v for k,v in played[0].items() if all(x.get(k) == v for x in played)}
     env = env if cams == ["front"] else {**env, "cameras": cams}
     return replace(o, prompt=texts[0][1], env=env, source=source)   # what its frames say, never a joined title
+
+def check_mixed(prompt:str, parts:list, played:list):
+    "ValueError where a task's data sets were recorded at starts of different kinds, of which it could be tried at one alone."
+    starts = [{k: env[k] for k in VARIATIONS if k in env} for env in played]
+    for part,start in zip(parts, starts):
+        if start != starts[0]: raise ValueError(f"{prompt!r} was recorded with {starts[0] or 'the usual starts'} in {parts[0]['path']} and with "
+                                                f"{start or 'the usual starts'} in {part['path']}; make a stream of each kind")
 
 def _played(path)->dict:
     "What a recording of this project's says of its environment beyond the task: step limit, variation, how it was drawn."
@@ -291,6 +300,6 @@ def _unique(tasks):
     "The tasks; ValueError when two of them became the same."
     ids = [o.id for o in tasks]
     if twice := [o for o in tasks if ids.count(o.id) > 1]:
-        said = [o.prompt for o in tasks if o.id in twice]
-        raise ValueError(f"the instructions {said} are one LIBERO task; write them alike in the data sets")
+        said = [o.prompt for o in twice if o.id == twice[0].id]
+        raise ValueError(f"the instructions {said} are one LIBERO task; write them alike in the data sets, and read them with partition 'by_task_index'")
     return tasks
