@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MENUS', 'suites', 'meaning', 'menu', 'menu_text', 'comments', 'setting', 'settings', 'entry', 'entry_text', 'listed',
-           'listed_text', 'runs_in', 'runs_text', 'kept', 'kept_text', 'delete']
+           'listed_text', 'runs_in', 'runs_text', 'size_of', 'kept', 'kept_text', 'delete']
 
 # %% ../../nbs/command/02_lists.ipynb #8eae8969
 import os, shutil, time
@@ -124,7 +124,7 @@ def runs_text(rows:list)->str:
     return "\n".join(f"{r['run']:<{width}}  {r['status']}" for r in rows)
 
 # %% ../../nbs/command/02_lists.ipynb #90c7615b
-def _size_of(path:Path)->int:
+def size_of(path:Path)->int:
     "Bytes of a file, or of all files in a folder."
     if not path.is_dir() or path.is_symlink(): return path.lstat().st_size
     return sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
@@ -133,7 +133,7 @@ def kept(folder="")->list:
     "Name, bytes and days since the last change of what lies in the folder of the data, one folder deep."
     root = data_folder(folder)
     parts = [p for top in sorted(root.glob("*")) for p in (sorted(top.iterdir()) if top.is_dir() else [top])]
-    return [dict(name=str(p.relative_to(root)), bytes=_size_of(p), days=round((time.time()-p.lstat().st_mtime)/86400, 1)) for p in parts]
+    return [dict(name=str(p.relative_to(root)), bytes=size_of(p), days=round((time.time()-p.lstat().st_mtime)/86400, 1)) for p in parts]
 
 def kept_text(rows:list, root:Path)->str:
     "The same for a terminal, largest first; small ones in one line."
@@ -148,7 +148,7 @@ def delete(name:str, folder="")->int:
     names = [r["name"] for r in kept(folder)]
     if name not in names: raise ValueError(f"{data_folder(folder)} keeps no {name!r}{closest(name, names[:40])}")
     path = data_folder(folder)/name
-    n = _size_of(path)
+    n = size_of(path)
     if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)
     else: path.unlink()
     return n

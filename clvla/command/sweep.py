@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SweepConfig', 'parted', 'of_page', 'chosen_of', 'queue_of', 'by_of', 'by_stream', 'comparisons_of', 'do_sweep',
-           'do_entries', 'nodes_for', 'gpus_for', 'status_of', 'check_done', 'swept']
+           'do_entries', 'nodes_for', 'gpus_for', 'status_of', 'check_done', 'wholes_of', 'swept']
 
 # %% ../../nbs/command/06_sweep.ipynb #ab157d5b
 import hashlib, json, os, sys, time
@@ -228,7 +228,7 @@ def check_done(rows:list):
     if status_of(rows): raise RunStopped(f"{counts(rows)}; the same command goes on")
 
 # %% ../../nbs/command/06_sweep.ipynb #24639337
-def _wholes_of(
+def wholes_of(
     queue:Queue,
     rows:list
 )->list:
@@ -248,7 +248,7 @@ def swept(
     found = dict(folder=str(queue.folder), entries=rows)
     text = f"{table_text(rows, cfg.parallel)}\n{queue.folder}"
     if cfg.dry_run: return found,text+"\nnothing was started (dry_run)",0
-    for r in _wholes_of(queue, rows):
+    for r in wholes_of(queue, rows):
         found.setdefault("evaluations", []).append(facts(r))
         text += f"\n\n{told(r)}"
     if status_of(rows) == 0 and len(rows) == len(queue.entries) > 1:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NO_RETURN', 'Curves', 'smooth', 'boundary_values', 'scales', 'changes', 'forgetting', 'transfer', 'mean_over',
            'per_cycle', 'transfer_per_cycle', 'zero_shot', 'performance', 'final_performance', 'measures', 'over_seeds',
-           'seeds_table', 'forgetting_table', 'transfer_table', 'measures_table', 'draw', 'from_episodes', 'together',
-           'on_grid']
+           'seeds_table', 'with_reasons', 'forgetting_table', 'transfer_table', 'measures_table', 'draw', 'band',
+           'from_episodes', 'together', 'on_grid']
 
 # %% ../../nbs/crl/00_curves.ipynb #c7000002
 from dataclasses import dataclass
@@ -158,7 +158,7 @@ def seeds_table(
 # %% ../../nbs/crl/00_curves.ipynb #93d22889
 NO_RETURN = "never earned anything: no scale"
 
-def _with_reasons(
+def with_reasons(
     values:np.ndarray,  # (K,...) of one run, NaN: none
     defined:np.ndarray, # (K,...) bool
     undefined:str,      # what stands in the place of the others
@@ -173,11 +173,11 @@ def forgetting_table(c:Curves)->pd.DataFrame:   # a row for each task, a column 
     "Isolated forgetting of one run (eq. 3), or why there is none."
     stages = [f"{k}: {c.task_ids[k%c.K]}" for k in range(c.L)]
     later = np.arange(c.L) > np.arange(c.K)[:, None]
-    return pd.DataFrame(_with_reasons(forgetting(c), later, "not trained before", c), list(c.task_ids), stages)
+    return pd.DataFrame(with_reasons(forgetting(c), later, "not trained before", c), list(c.task_ids), stages)
 
 def transfer_table(c:Curves)->pd.DataFrame:   # a row for each task, a column for each stage of the first cycle
     "Isolated forward transfer of one run (eq. 3), or why there is none."
-    return pd.DataFrame(_with_reasons(transfer(c), np.tri(c.K, k=-1, dtype=bool), "trained by then", c), list(c.task_ids), list(c.task_ids))
+    return pd.DataFrame(with_reasons(transfer(c), np.tri(c.K, k=-1, dtype=bool), "trained by then", c), list(c.task_ids), list(c.task_ids))
 
 def measures_table(
     c:Curves # of one run
@@ -200,12 +200,12 @@ def draw(
     for i,task in enumerate(c.task_ids):
         color = css(colors[task])
         mean,error = runs[:, i].mean(0),runs[:, i].std(0, ddof=len(runs) > 1)/len(runs)**.5
-        if len(runs) > 1: fig.add_traces(_band(c.steps, mean-error, mean+error, css(colors[task], .2)))
+        if len(runs) > 1: fig.add_traces(band(c.steps, mean-error, mean+error, css(colors[task], .2)))
         fig.add_scatter(x=c.steps, y=mean, name=task, mode="lines", line=dict(color=color))
         for k in range(i, c.L, c.K): fig.add_vrect(x0=starts[k], x1=c.ends[k], fillcolor=color, opacity=.1, line_width=0)
     return small(fig, title, 760, xaxis_title="training steps over all tasks", yaxis_title="return")
 
-def _band(x, low, high, color:str)->go.Scatter:
+def band(x, low, high, color:str)->go.Scatter:
     "A shaded region between two curves."
     return go.Scatter(x=np.concatenate([x, x[::-1]]), y=np.concatenate([low, high[::-1]]), fill="toself", mode="none",
                       fillcolor=color, showlegend=False, hoverinfo="skip")

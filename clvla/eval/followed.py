@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FREE', 'Planned', 'unit', 'decide', 'by_counts', 'by_pairs', 'by_seeds', 'noise_of', 'stored_hash', 'of_hash',
-           'deviations', 'Followed', 'follow_runs', 'seeds_of', 'result_deviations', 'unsaid', 'follow_results',
+           'names_of', 'of_runs', 'run_deviations', 'deviations', 'Followed', 'plan_sentence', 'test_sentence',
+           'planned_tests', 'follow_runs', 'seeds_of', 'result_deviations', 'unsaid', 'result_test', 'follow_results',
            'plan_table']
 
 # %% ../../nbs/eval/14_followed.ipynb #8cd5f403
@@ -100,28 +101,28 @@ def of_hash(plan:dict, stored, who:str)->list:
     if digest == plan["sha256"]: return []
     return [f"{who} was begun {f'under another plan ({digest[:8]})' if digest else 'without a plan'}"]
 
-def _names_of(plan:dict)->list: return [plan["baseline"], *plan["methods"]]
+def names_of(plan:dict)->list: return [plan["baseline"], *plan["methods"]]
 
 # %% ../../nbs/eval/14_followed.ipynb #06d13b15
-def _of_runs(
+def of_runs(
     plan:dict,
     runs:list # of `Run`
 )->dict:      # method -> seed -> run
     "Those runs that are of the plan."
-    found = {name: {} for name in _names_of(plan)}
+    found = {name: {} for name in names_of(plan)}
     for r in runs:
         name = label(r, plan["by"])
         if name in found and r.config["seed"] in plan["seeds"]: found[name].setdefault(r.config["seed"], r)
     return found
 
 # %% ../../nbs/eval/14_followed.ipynb #7aa4f064
-def _run_deviations(
+def run_deviations(
     plan:dict,
     run:Run
 )->list: # of sentences
     "In what one run differs from a plan."
     name,who = label(run, plan["by"]),str(run.path)
-    if name not in _names_of(plan): return [f"{who} is {name!r}, which is no method of the plan"]
+    if name not in names_of(plan): return [f"{who} is {name!r}, which is no method of the plan"]
     if run.config["seed"] not in plan["seeds"]: return [f"{who} has seed {run.config['seed']}, which is not of the plan"]
     if not run.finished: return [*of_hash(plan, run.config.get("plan"), who), f"{who} is not at its end"]
     ends = pd.Series([r["task"] for r in final(run.records)]).value_counts()
@@ -133,10 +134,10 @@ def deviations(
     runs:list # of `Run`
 )->list:      # of sentences
     "Planned runs that are missing, and what differs from the plan."
-    found = _of_runs(plan, runs)
+    found = of_runs(plan, runs)
     missing = {name: [s for s in plan["seeds"] if s not in rs] for name,rs in found.items()}
     lacks = [f"{name}: no run of seed {', '.join(map(str, seeds))}" for name,seeds in missing.items() if seeds]
-    return lacks+[line for r in runs for line in _run_deviations(plan, r)]
+    return lacks+[line for r in runs for line in run_deviations(plan, r)]
 
 # %% ../../nbs/eval/14_followed.ipynb #0aadd10d
 @dataclass
@@ -151,19 +152,19 @@ class Followed:
     @property
     def table(self)->pd.DataFrame: return pd.DataFrame([asdict(t) for t in self.tests])
     @property
-    def text(self)->str: return "\n".join([_plan_sentence(self.plan), *self._followed(), *(_test_sentence(self, t) for t in self.tests), *self._besides()])
+    def text(self)->str: return "\n".join([plan_sentence(self.plan), *self._followed(), *(test_sentence(self, t) for t in self.tests), *self._besides()])
     def _followed(self)->list: return ["It was followed."] if not self.deviations else ["It was not followed:", *(f"- {line}" for line in self.deviations)]
     def _besides(self)->list: return [f"Looked at besides, not planned: {'; '.join(self.besides)}."]*bool(self.besides)+self.unsaid
     def to_json(self)->dict:
         tests = [{k: None if isinstance(v, float) and isnan(v) else v for k,v in asdict(t).items()} for t in self.tests]
         return dict(plan=self.plan, followed=not self.deviations, deviations=self.deviations, tests=tests, besides=self.besides, unsaid=self.unsaid)
 
-def _plan_sentence(plan:dict)->str:
+def plan_sentence(plan:dict)->str:
     "A plan in a line."
     return (f"{brief('plan', plan)}: {plan['endpoint']} of {', '.join(plan['methods'])} against {plan['baseline']}, seeds {', '.join(map(str, plan['seeds']))}, "
             f"{plan['episodes']} episodes of each task; {TESTS[plan['test']]}, alpha {plan['alpha']:g}, smallest difference of interest {plan['smallest']:g}{' points'*(unit(plan) == 100)}.")
 
-def _test_sentence(f:Followed, t:Planned)->str:
+def test_sentence(f:Followed, t:Planned)->str:
     "The verdict on one method."
     who,how = f"{t.method} against {f.plan['baseline']}: ","As planned, " if not f.deviations else "Not as planned, "
     if t.says == "no runs": return f"{who}no verdict, {t.n} shared {'seeds' if f.plan['test'] == 't' else 'episodes'}."
@@ -175,7 +176,7 @@ def _test_sentence(f:Followed, t:Planned)->str:
 # %% ../../nbs/eval/14_followed.ipynb #b4508c0f
 FREE = ("n_trials",)   # another number of episodes than planned is said here, so `group` need not refuse it
 
-def _planned_tests(
+def planned_tests(
     plan:dict,
     of:dict  # method -> seed -> run
 )->list:     # of `Planned`
@@ -200,7 +201,7 @@ def follow_runs(
     runs = [r for rs in groups.values() for r in rs]
     others = [m for m in dict.fromkeys(shown) if m != plan["endpoint"]]
     pairs = [] if not baseline else [f"{g} against {baseline}" for g in groups if g != baseline and (g not in plan["methods"] or baseline != plan["baseline"])]
-    return Followed(plan, deviations(plan, runs), _planned_tests(plan, _of_runs(plan, runs)), others+pairs)
+    return Followed(plan, deviations(plan, runs), planned_tests(plan, of_runs(plan, runs)), others+pairs)
 
 # %% ../../nbs/eval/14_followed.ipynb #0a148618
 def seeds_of(r)->list:
@@ -211,7 +212,7 @@ def seeds_of(r)->list:
 
 def result_deviations(plan:dict, r)->list: # of sentences
     "In what one result differs from a plan."
-    if r.name not in _names_of(plan): return [f"{r.name} is no method of the plan"]
+    if r.name not in names_of(plan): return [f"{r.name} is no method of the plan"]
     seeds = sorted(set(seeds_of(r))) if r.episodes is not None else plan["seeds"]
     found = ([] if r.plan is None else of_hash(plan, r.plan, r.name)) + [f"{r.name} {r.unfinished}"]*bool(r.unfinished)
     if lacks := [s for s in plan["seeds"] if s not in seeds]: found.append(f"{r.name}: no episodes of seed {', '.join(map(str, lacks))}")
@@ -223,7 +224,7 @@ def result_deviations(plan:dict, r)->list: # of sentences
 
 def unsaid(plan:dict, r)->list:
     "What a record of the plan does not say."
-    if r.name not in _names_of(plan): return []
+    if r.name not in names_of(plan): return []
     return ["under which plan it was begun"]*(r.plan is None)+["which seeds its episodes have"]*(r.episodes is None)
 
 # %% ../../nbs/eval/14_followed.ipynb #53751719
@@ -237,7 +238,7 @@ def _counts(plan:dict, a, b)->list:
     x,y = _of_plan(plan, a),_of_plan(plan, b)
     return [(int(t.success.sum()), len(t)) for t in (x[x.task.isin(y.task)], y[y.task.isin(x.task)])]
 
-def _result_test(plan:dict, a, b)->Planned:
+def result_test(plan:dict, a, b)->Planned:
     "A method's result against the baseline's."
     if plan["test"] == "Fisher":
         counts = _counts(plan, a, b)
@@ -254,11 +255,11 @@ def follow_results(
 )->Followed:
     "What became of a plan, by results; ValueError for a plan over seeds."
     if plan["test"] == "t": raise ValueError("the plan's test goes over seeds, which needs whole runs: clvla compare RUN ... --plan FILE; or plan McNemar or Fisher")
-    of = {r.name: r for r in results if r.name in _names_of(plan)}
-    lacks = [f"{name}: no result" for name in _names_of(plan) if name not in of]
+    of = {r.name: r for r in results if r.name in names_of(plan)}
+    lacks = [f"{name}: no result" for name in names_of(plan) if name not in of]
     lines = lacks+[line for r in results for line in result_deviations(plan, r)]
     base = of.get(plan["baseline"])
-    one = lambda m: _result_test(plan, of[m], base) if m in of and base else Planned(m, 0, *[float("nan")]*4)
+    one = lambda m: result_test(plan, of[m], base) if m in of and base else Planned(m, 0, *[float("nan")]*4)
     planned = [{m, plan["baseline"]} for m in plan["methods"]]
     besides = [f"{v.a} against {v.b}" for v in verdicts if {v.a, v.b} not in planned]
     said = [f"{r.name}'s record does not say {' and '.join(u)}." for r in results if (u := unsaid(plan, r))]
@@ -271,4 +272,4 @@ def plan_table(
     "Under which plan a run was begun, and whether it is as planned."
     plan = check_plan(run.config["plan"])
     shown = [(k, ", ".join(map(str, v)) if isinstance(v, list) else f"{v:g}" if isinstance(v, float) else str(v)) for k,v in plan.items()]
-    return Table([*shown, ("this run", "; ".join(_run_deviations(plan, run)) or "as planned")], columns=["plan", "says"])
+    return Table([*shown, ("this run", "; ".join(run_deviations(plan, run)) or "as planned")], columns=["plan", "says"])

@@ -6,7 +6,7 @@
 __all__ = ['JOINT', 'of_matrix', 'metrics', 'plain', 'Probe', 'ids_of', 'record_key', 'SuccessMatrix', 'learnt', 'rate',
            'from_rates', 'from_records', 'curve_steps', 'curves', 'to_json', 'from_json', 'upto', 'Score', 'score',
            'asr', 'aaa', 'la', 'old', 'bwt', 'forgetting', 'fwt', 'libero_fwt', 'nbt', 'auc', 'untrained', 'measure',
-           'own_metrics', 'measure_records']
+           'on_records', 'own_metrics', 'measure_records']
 
 # %% ../../nbs/eval/00_metrics.ipynb #c4b8ca52
 from collections import Counter
@@ -261,7 +261,7 @@ def measure(m:SuccessMatrix)->dict:
     return {name: f(m) for name,f in of_matrix.items() if f is not untrained or len(learnt(m)) < m.K}
 
 # %% ../../nbs/eval/00_metrics.ipynb #985816e2
-def _on_records(
+def on_records(
     f # metric of a `SuccessMatrix`
 )->"function of (records, stages, task_ids)":
     "The same metric as a function of episode records."
@@ -269,7 +269,7 @@ def _on_records(
     def metric(records, stages, task_ids): return f(from_records(records, stages, task_ids))
     return metric
 
-metrics = Registry("metric", **{name: _on_records(f) for name,f in of_matrix.items()})
+metrics = Registry("metric", **{name: on_records(f) for name,f in of_matrix.items()})
 plain = set()   # names of metrics that are no shares, e.g. counts of steps
 
 def own_metrics(records, stages, task_ids)->dict:

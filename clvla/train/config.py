@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OWN', 'FILLED', 'CL', 'BEGIN', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings',
            'TrainConfig', 'check_suite', 'stream_for', 'suits_of', 'default_cl', 'absolute_suite', 'suited', 'smaller',
-           'two_of', 'check_batch']
+           'two_of', 'absolute_init', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
@@ -136,7 +136,7 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
     @property
     def title(self)->str: return f"{self.cl}-{self.model}"
     @classmethod
-    def steps(cls)->tuple: return default_cl,absolute_suite,*BEGIN,suited,smaller,_absolute_init,check_batch
+    def steps(cls)->tuple: return default_cl,absolute_suite,*BEGIN,suited,smaller,absolute_init,check_batch
 
     @classmethod
     def settings(cls, given:dict)->dict:
@@ -225,7 +225,7 @@ def two_of(
     return dict(base=suite, **small, name=f"{name}-smoke") if small else suite
 
 # %% ../../nbs/train/00_config.ipynb #03c09e35
-def _absolute_init(cfg:TrainConfig)->TrainConfig:
+def absolute_init(cfg:TrainConfig)->TrainConfig:
     "The checkpoint that a run starts from, as an absolute path."
     return replace(cfg, init_from=str(Path(cfg.init_from).expanduser().resolve())) if cfg.init_from else cfg
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LACKING', 'ORDERS', 'runs_of', 'plan_text', 'replayed', 'misread', 'played', 'new_starts', 'Answer', 'counted',
-           'other_answers', 'share_of', 'word_for', 'verdicts', 'report', 'audit_stream']
+           'trained_answers', 'other_answers', 'share_of', 'word_for', 'verdicts', 'report', 'audit_stream']
 
 # %% ../../nbs/train/15_validity.ipynb #7eb01603
 from dataclasses import dataclass, replace
@@ -119,7 +119,7 @@ class Answer:
 def counted(of:dict)->dict: return {task: [int(sum(won)), len(won)] for task,won in of.items()}
 
 # %% ../../nbs/train/15_validity.ipynb #65ee79b5
-def _trained_answers(cfgs:dict)->list:
+def trained_answers(cfgs:dict)->list:
     "What the runs reached at their ends, over all seeds."
     answers = []
     for order in ORDERS:
@@ -202,7 +202,7 @@ def audit_stream(
     say(plan_text(cfgs))
     for cfg in cfgs.values(): RunFolder(cfg.run_dir).begin(cfg, len)
     sweep([cfg.run_dir for cfg in cfgs.values()], parallel, on_done=lambda path: say(f"{Path(path).name} is done"))
-    name,answers = stream_for(next(iter(cfgs.values()))).name,_trained_answers(cfgs)
+    name,answers = stream_for(next(iter(cfgs.values()))).name,trained_answers(cfgs)
     answers += other_answers(cfgs["seeing-joint-s0"], say)
     found = dict(stream=name, seeds=seeds, answers=[a.to_json() for a in answers], verdicts=verdicts(answers), text=report(name, answers))
     write_json(folder/"validity.json", found)
