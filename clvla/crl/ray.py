@@ -170,7 +170,7 @@ def start_ray(
     address:str, # of the cluster's head; "": start Ray here
     cores:int    # of a Ray that is started here
 )->bool:         # whether this process has connected, and must disconnect
-    "Connect to a cluster, unless this process has done so already; ConnectionError when there is none."
+    "Connect to a cluster, unless this process has done so already; ValueError for an address at which none answers."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")   # nothing is reported to anybody
     import ray
     if ray.is_initialized(): return False
