@@ -154,7 +154,7 @@ def test_looks_change_no_update_and_off_leaves_no_trace(data, tmp_path, monkeypa
         a, b = (read_tensors(path/"checkpoints"/folder.name/"weights.safetensors")[0] for path in (off.path, on.path))
         assert all(torch.equal(a[n], b[n]) for n in a)
         state = load_state(folder/"state.safetensors")
-        assert set(state) == {"t", "at", "skipped", "overflows", "noise", "opt", "scaler"} and set(state["at"] or ()) <= {"step", "loader", "drawn", "ema"}
+        assert set(state) == {"t", "at", "skipped", "overflows", "noise", "opt", "scaler"} and set(state["at"] or ()) <= {"step", "loader", "drawn", "aside", "ema"}
     assert all(set(r) == {"stage", "task", "drawn"} for r in off.logs() if "drawn" in r)
     assert [r["kept"] for r in on.logs() if "kept" in r] == [9, 9]
 
