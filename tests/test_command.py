@@ -123,6 +123,8 @@ def test_a_file_gives_what_is_not_said(er, home, capsys):
     ("stop nowhere", "no run folder"), ("metrics nowhere", "no run folder"), ("compare nowhere-*", "no folder matches"), ("list suits", "did you mean 'suites'?"),
     ("cache --delete nothing", "keeps no 'nothing'"), ("completion fish", "expected bash or zsh"), ("compare --bye algo", "did you mean 'by'?"),
     ("metrics nowhere --fast", "no parameter 'fast'"), ("watch nowhere --ever 3", "no parameter 'ever'"), ("stop nowhere --now", "no parameter 'now'"), ("list suites --lng", "no parameter 'lng'"),
+    ("run --lr high", "'high' is not a value of type float\n"), ("run --plugins stay.py", """not a value of type list; write "['stay.py']\""""), ("run --smoke maybe", "type bool, as in true"),
+    ("practice --tasks drawer-open --suite mt50", """write "['drawer-open']\""""), ("run --seed --cl er", "found True (bool), expected int; --seed without a value means True"),
     ("doctor please", "no further word"), ("cache all", "no further word"), ("demo now", "found 'now'"), ("eval a b", "found 'b'"), ("eval a --run_dir b", "given twice")])
 def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
