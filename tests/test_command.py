@@ -119,7 +119,7 @@ def test_a_file_gives_what_is_not_said(er, home, capsys):
 @pytest.mark.parametrize("words, says", [
     ("run --cl mirr", "did you mean 'mir'?"), ("run --bufer_size 3 --cl er", "did you mean 'buffer_size'?"), ("run --n_trials many", "'many' is not a value"),
     ("practice --algo clonning --suite dot_2", "did you mean 'cloning'?"), ("agents --algo ppoo --suite dot_2", "did you mean 'ppo'?"),
-    ("run -f nowhere.yaml", "protocols/libero_goal.yaml"), ("run mw5", "write --suite mw5"), ("eval", "expected one folder"), ("watch nowhere", "no run folder"),
+    ("run -f nowhere.yaml", "protocols/libero_goal.yaml"), ("run mw5", "write --suite mw5"), ("eval", "expected one folder"), ("watch nowhere", "no run folder: there is no such folder; clvla list runs"),
     ("stop nowhere", "no run folder"), ("metrics nowhere", "no run folder"), ("compare nowhere-*", "no folder matches"), ("list suits", "did you mean 'suites'?"),
     ("cache --delete nothing", "keeps no 'nothing'"), ("completion fish", "expected bash or zsh"), ("compare --bye algo", "did you mean 'by'?"),
     ("metrics nowhere --fast", "no parameter 'fast'"), ("watch nowhere --ever 3", "no parameter 'ever'"), ("stop nowhere --now", "no parameter 'now'"), ("list suites --lng", "no parameter 'lng'"),
@@ -138,6 +138,7 @@ def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeyp
 def test_a_file_that_is_no_list_of_settings(tmp_path, capsys):
     "What the page refuses, too: a name twice, another form, YAML that is none."
     for text,says in (("seed: 1\nseed: 2\n", "given twice: seed"), ("- seed\n", "expected lines NAME: VALUE"), ("a: [", "expected lines NAME: VALUE")):
+    assert "clvla doctor says" not in said, "this machine lacks nothing"
         (tmp_path/"x.yaml").write_text(text)
         assert main(["run", "-f", str(tmp_path/"x.yaml")]) == 1 and says in capsys.readouterr().err
 
@@ -253,8 +254,9 @@ def test_lists(er, home, capsys, monkeypatch):
     monkeypatch.chdir(home)
     (home/"runs").mkdir()
     os.symlink(home/"er", home/"runs/er")
-    assert main(["list", "runs", "--json"]) == 0 and main(["list", "runs", "--runs", "nowhere"]) == 0
-    said, none = capsys.readouterr().out.splitlines()
+    (home/"none").mkdir()
+    assert main(["list", "runs", "--json"]) == 0 and main(["list", "runs", "--runs", "none"]) == 0 and main(["list", "runs", "--runs", "nowhere"]) == 1
+    said, none = (shown := capsys.readouterr()).out.splitlines()
     assert [(r["run"], r["cl"]) for r in json.loads(said)] == [("runs/er", "er")] and none.startswith("no runs here")
     assert main(["list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -302,6 +304,7 @@ def test_this_machine_is_well(tmp_path):
 def test_a_machine_that_lacks_much(tmp_path):
     "GL libraries that a loader finds damaged, 64 open files, and a numpy that is too new for one extra, all of them real in the child."
     for lib in ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so", "libEGL.so.1", "libEGL.so"): (tmp_path/lib).write_text("no library")
+    assert "there is no folder nowhere; --runs names" in shown.err
     info = tmp_path/"numpy-2.9.0.dist-info"   # what an environment with it lists
     info.mkdir()
     (info/"METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.9.0\n")

@@ -258,6 +258,7 @@ def main(
     except BrokenPipeError: return no_reader()
     except (ValueError, OSError, ImportError, RuntimeError) as e:
         print(f"clvla {command}: {e}", file=sys.stderr)
-        if isinstance(e, (OSError, ImportError)): print("clvla doctor says what of this machine is missing", file=sys.stderr)
+        if isinstance(e, (OSError, ImportError)) and not isinstance(e, FileNotFoundError):   # a path that is not there is no fault of the machine
+            print("clvla doctor says what of this machine is missing", file=sys.stderr)
         return getattr(e, "exit_status", 1)   # a run that was stopped on request has its own
     except KeyboardInterrupt: return 130
