@@ -93,6 +93,12 @@ def test_json_stands_alone_on_the_standard_output(er):
     assert "demonstrations" in done.stderr and "after right" in done.stderr
 
 
+def test_a_terminal_has_no_tab(er):
+    "How a run is seen elsewhere: by a command, not by a line for a notebook."
+    path,done = er
+    assert f"in another terminal, clvla watch {path.resolve()} shows this run" in done.stderr and "tab" not in done.stderr
+
+
 def test_command_and_page_are_the_same_run(er, home):
     "Weights, records and all else that the fingerprint of a run holds."
     path,_ = er
