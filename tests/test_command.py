@@ -138,13 +138,13 @@ def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeyp
     assert main(words.split()) == 1
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said and said.startswith(f"clvla {words.split()[0]}: ")
+    assert "clvla doctor says" not in said, "this machine lacks nothing"
     assert list(tmp_path.iterdir()) == [], "a refusal leaves nothing behind"
 
 
 def test_a_file_that_is_no_list_of_settings(tmp_path, capsys):
     "What the page refuses, too: a name twice, another form, YAML that is none."
     for text,says in (("seed: 1\nseed: 2\n", "given twice: seed"), ("- seed\n", "expected lines NAME: VALUE"), ("a: [", "expected lines NAME: VALUE")):
-    assert "clvla doctor says" not in said, "this machine lacks nothing"
         (tmp_path/"x.yaml").write_text(text)
         assert main(["run", "-f", str(tmp_path/"x.yaml")]) == 1 and says in capsys.readouterr().err
 
@@ -178,6 +178,46 @@ def test_eval_compare_and_metrics(er, home, capsys):
     assert all(heading in report.read_text() for heading in ("All metrics", "Paired with the baseline", "Matrix: ", "Cost, seconds"))
     both = json.loads(capsys.readouterr().out)
     assert both["runs"] == {"n_trials=2": [str(path)], "n_trials=3": [found["path"]]} and len(both["paired"]) == 1
+
+
+def test_records_that_were_cut_off_are_named(er, tmp_path, capsys):
+    "A run that is done and lacks episodes shows its metrics, and says that it lacks them; a whole run says nothing."
+    path,_ = er
+    assert main(["metrics", str(path)]) == 0 and "fewer than" not in capsys.readouterr().out
+    for name,keep in (("torn", 130), ("empty", 0)):
+        shutil.copytree(path, tmp_path/name, ignore=shutil.ignore_patterns("evals", "report.html"))
+        lines = (path/"episodes.jsonl").read_bytes()
+        (tmp_path/name/"episodes.jsonl").write_bytes(lines[:len(lines)-keep] if keep else b"")
+    assert main(["metrics", str(tmp_path/"torn")]) == 0 and "has fewer than 2 episodes in 1 cell: 1 of right after right; were its records cut off?" in capsys.readouterr().out
+    assert main(["metrics", str(tmp_path/"empty")]) == 0 and "empty has no episodes" in capsys.readouterr().out
+
+
+def test_two_runs_of_one_seed_are_named(er, tmp_path, capsys):
+    path,_ = er
+    shutil.copytree(path, tmp_path/"again", ignore=shutil.ignore_patterns("evals"))
+    assert main(["compare", str(path), str(tmp_path/"again")]) == 1
+    assert f"several runs of one seed: {path}, {tmp_path/'again'}; leave all but one out" in capsys.readouterr().err
+
+
+def test_a_killed_run_says_how_it_goes_on(er, tmp_path, capsys):
+    path,_ = er
+    shutil.copytree(path, tmp_path/"killed", ignore=shutil.ignore_patterns("done.json", "evals"))
+    assert main(["watch", str(tmp_path/"killed"), "--once"]) == 0
+    assert "killed: interrupted: process" in (said := capsys.readouterr().out) and "the same command goes on from the last checkpoint" in said
+
+
+def test_a_difference_is_in_points_where_metrics_are_in_percent(er, tmp_path, capsys):
+    "By 2 of 2 at the end against 0 of 2, on each task."
+    path,_ = er
+    for name,cl,success in (("all", "er", True), ("none", "sequential", False)):
+        shutil.copytree(path, tmp_path/name, ignore=shutil.ignore_patterns("evals"))
+        config = json.loads((tmp_path/name/"config.json").read_text()) | dict(cl=cl, cl_kw={})
+        (tmp_path/name/"config.json").write_text(json.dumps(config))
+        records = [json.loads(line) for line in (path/"episodes.jsonl").read_text().splitlines()]
+        (tmp_path/name/"episodes.jsonl").write_text("".join(json.dumps({k: v for k,v in r.items() if k != "crc32"} | dict(success=success))+"\n" for r in records))
+    assert main(["compare", str(tmp_path/"all"), str(tmp_path/"none")]) == 0
+    said = capsys.readouterr().out
+    assert "paired with sequential, difference of final success in points:" in said and "100.0" in said.rpartition("in points")[2]
 
 
 def test_a_run_s_earlier_tasks_are_probed(er, tmp_path, capsys):
@@ -221,7 +261,7 @@ def test_games_that_count_points_show_returns(tmp_path, capsys):
     assert Run.open(tmp_path/"run").position == dict(phase="training", task="SpaceInvaders", stage=0, n_stages=1, done=4, total=run.cfg.steps_per_task, loss=.5)
 
 
-@pytest.mark.parametrize("text, says", [("", "no matrix"), (",a\nb,1\n", "trained 'b'"), (",a,b\na,1\n", "has 1 cells"), (",a\na,x\n", "a share, a percentage"),
+@pytest.mark.parametrize("text, says", [("", "no matrix"), (",a\nb,1\n", "trained 'b', and the tasks are a; expected a line with the tasks"), (",a,b\na,1\n", "has 1 cells"), (",a\na,x\n", "a share, a percentage"),
                                         (",a\na,-1\n", "from 0 to 1"), (",a\na,101\n", "from 0 to 1"), (",a,a\na,1,1\n", "each task id once")])
 def test_a_matrix_that_is_none(tmp_path, text, says, capsys):
     (tmp_path/"m.csv").write_text(text)
@@ -264,6 +304,7 @@ def test_lists(er, home, capsys, monkeypatch):
     assert main(["list", "runs", "--json"]) == 0 and main(["list", "runs", "--runs", "none"]) == 0 and main(["list", "runs", "--runs", "nowhere"]) == 1
     said, none = (shown := capsys.readouterr()).out.splitlines()
     assert [(r["run"], r["cl"]) for r in json.loads(said)] == [("runs/er", "er")] and none.startswith("no runs here")
+    assert "there is no folder nowhere; --runs names" in shown.err
     assert main(["list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["suites"]["mw5"].startswith("5 tasks") and "replay" in found["methods"]["er"].lower() and set(found) == {"suites", "methods", "practice", "agents", "policies"}
@@ -310,7 +351,6 @@ def test_this_machine_is_well(tmp_path):
 def test_a_machine_that_lacks_much(tmp_path):
     "GL libraries that a loader finds damaged, 64 open files, and a numpy that is too new for one extra, all of them real in the child."
     for lib in ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so", "libEGL.so.1", "libEGL.so"): (tmp_path/lib).write_text("no library")
-    assert "there is no folder nowhere; --runs names" in shown.err
     info = tmp_path/"numpy-2.9.0.dist-info"   # what an environment with it lists
     info.mkdir()
     (info/"METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.9.0\n")
