@@ -1,6 +1,7 @@
 "The command `clvla`: light, the same run as its page, JSON for scripts, stopped and gone on with; doctor on machines that lack something."
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -190,6 +191,31 @@ def test_records_that_were_cut_off_are_named(er, tmp_path, capsys):
         (tmp_path/name/"episodes.jsonl").write_bytes(lines[:len(lines)-keep] if keep else b"")
     assert main(["metrics", str(tmp_path/"torn")]) == 0 and "has fewer than 2 episodes in 1 cell: 1 of right after right; were its records cut off?" in capsys.readouterr().out
     assert main(["metrics", str(tmp_path/"empty")]) == 0 and "empty has no episodes" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_was_cut_off_is_refused_in_a_line(er, tmp_path, capfd):
+    "At the door: no process is started, and no folder is made."
+    path,_ = er
+    shutil.copytree(path, tmp_path/"cut", ignore=shutil.ignore_patterns("evals"))
+    os.truncate(tmp_path/"cut/checkpoints/001-right/state.safetensors", 100)
+    assert main(["eval", str(tmp_path/"cut"), "--n_trials", "2", "--n_workers", "1"]) == 1
+    said = "".join(capfd.readouterr())
+    assert re.fullmatch(r"clvla eval: checkpoint .*001-right is not whole: state.safetensors has 100 bytes, not \d+; remove .*001-right, or take 000-left beside it, which is whole\n", said), said
+    assert not (tmp_path/"cut/evals").exists()
+
+
+def test_a_run_that_fails_shows_its_lines_once(home, capfd):
+    "Its traceback stands where the child printed it; the command adds the last line."
+    (home/"breaks.py").write_text("""from clvla.cl.all import algos
+from clvla.cl.base import CLAlgorithm
+class Breaks(CLAlgorithm):
+    def on_task_start(self, ctx): raise RuntimeError("of its own making")
+algos["breaks"] = Breaks
+""")
+    words = ["run", "--plugins", f"['{home/'breaks.py'}']", "--cl", "breaks", *DOT, "--data_dir", str(home/"data"), "--run_dir", str(home/"broken")]
+    assert main(words) == 1
+    said = "".join(capfd.readouterr())
+    assert said.count("Traceback") == 1 and "clvla run: clvla.run ended with exit code 1: RuntimeError: of its own making" in said
 
 
 def test_two_runs_of_one_seed_are_named(er, tmp_path, capsys):
