@@ -60,6 +60,13 @@ def test_help_lists_every_parameter_with_its_default(command):
     assert all(f"--{option}" in text for option in HAS[command])
 
 
+def test_help_names_every_method_and_has_whole_sentences():
+    text = clvla("run", "--help").stdout
+    line = next(line for line in text.splitlines() if line.startswith("  --cl "))
+    assert set(algos)-set(re.findall(r"\w+", line)) == set()
+    assert "h is w" not in text+clvla("agents", "--help").stdout
+
+
 def test_list_says_default_range_and_meaning_of_every_setting(capsys):
     "Of the algorithms and of the agents; JSON has the same."
     assert main(["list", "mas", "clear"]) == 0
