@@ -1,6 +1,7 @@
 "The command `clvla`: light, the same run as its page, JSON for scripts, stopped and gone on with; doctor on machines that lack something."
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -59,6 +60,13 @@ def test_help_lists_every_parameter_with_its_default(command):
     assert all(f"--{option}" in text for option in HAS[command])
 
 
+def test_help_names_every_method_and_has_whole_sentences():
+    text = clvla("run", "--help").stdout
+    line = next(line for line in text.splitlines() if line.startswith("  --cl "))
+    assert set(algos)-set(re.findall(r"\w+", line)) == set()
+    assert "h is w" not in text+clvla("agents", "--help").stdout
+
+
 def test_list_says_default_range_and_meaning_of_every_setting(capsys):
     "Of the algorithms and of the agents; JSON has the same."
     assert main(["list", "mas", "clear"]) == 0
@@ -93,6 +101,12 @@ def test_json_stands_alone_on_the_standard_output(er):
     assert "demonstrations" in done.stderr and "after right" in done.stderr
 
 
+def test_a_terminal_has_no_tab(er):
+    "How a run is seen elsewhere: by a command, not by a line for a notebook."
+    path,done = er
+    assert f"in another terminal, clvla watch {path.resolve()} shows this run" in done.stderr and "tab" not in done.stderr
+
+
 def test_command_and_page_are_the_same_run(er, home):
     "Weights, records and all else that the fingerprint of a run holds."
     path,_ = er
@@ -119,7 +133,7 @@ def test_a_file_gives_what_is_not_said(er, home, capsys):
 @pytest.mark.parametrize("words, says", [
     ("run --cl mirr", "did you mean 'mir'?"), ("run --bufer_size 3 --cl er", "did you mean 'buffer_size'?"), ("run --n_trials many", "'many' is not a value"),
     ("practice --algo clonning --suite dot_2", "did you mean 'cloning'?"), ("agents --algo ppoo --suite dot_2", "did you mean 'ppo'?"),
-    ("run -f nowhere.yaml", "protocols/libero_goal.yaml"), ("run mw5", "write --suite mw5"), ("eval", "expected one folder"), ("watch nowhere", "no run folder"),
+    ("run -f nowhere.yaml", "protocols/libero_goal.yaml"), ("run mw5", "write --suite mw5"), ("eval", "expected one folder"), ("watch nowhere", "no run folder: there is no such folder; clvla list runs"),
     ("stop nowhere", "no run folder"), ("metrics nowhere", "no run folder"), ("compare nowhere-*", "no folder matches"), ("list suits", "did you mean 'suites'?"),
     ("cache --delete nothing", "keeps no 'nothing'"), ("completion fish", "expected bash or zsh"), ("compare --bye algo", "did you mean 'by'?"),
     ("metrics nowhere --fast", "no parameter 'fast'"), ("watch nowhere --ever 3", "no parameter 'ever'"), ("stop nowhere --now", "no parameter 'now'"), ("list suites --lng", "no parameter 'lng'"),
@@ -132,6 +146,7 @@ def test_what_cannot_be_meant_is_one_line(words, says, capsys, tmp_path, monkeyp
     assert main(words.split()) == 1
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said and said.startswith(f"clvla {words.split()[0]}: ")
+    assert "clvla doctor says" not in said, "this machine lacks nothing"
     assert list(tmp_path.iterdir()) == [], "a refusal leaves nothing behind"
 
 
@@ -171,6 +186,71 @@ def test_eval_compare_and_metrics(er, home, capsys):
     assert all(heading in report.read_text() for heading in ("All metrics", "Paired with the baseline", "Matrix: ", "Cost, seconds"))
     both = json.loads(capsys.readouterr().out)
     assert both["runs"] == {"n_trials=2": [str(path)], "n_trials=3": [found["path"]]} and len(both["paired"]) == 1
+
+
+def test_records_that_were_cut_off_are_named(er, tmp_path, capsys):
+    "A run that is done and lacks episodes shows its metrics, and says that it lacks them; a whole run says nothing."
+    path,_ = er
+    assert main(["metrics", str(path)]) == 0 and "fewer than" not in capsys.readouterr().out
+    for name,keep in (("torn", 130), ("empty", 0)):
+        shutil.copytree(path, tmp_path/name, ignore=shutil.ignore_patterns("evals", "report.html"))
+        lines = (path/"episodes.jsonl").read_bytes()
+        (tmp_path/name/"episodes.jsonl").write_bytes(lines[:len(lines)-keep] if keep else b"")
+    assert main(["metrics", str(tmp_path/"torn")]) == 0 and "has fewer than 2 episodes in 1 cell: 1 of right after right; were its records cut off?" in capsys.readouterr().out
+    assert main(["metrics", str(tmp_path/"empty")]) == 0 and "empty has no episodes" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_was_cut_off_is_refused_in_a_line(er, tmp_path, capfd):
+    "At the door: no process is started, and no folder is made."
+    path,_ = er
+    shutil.copytree(path, tmp_path/"cut", ignore=shutil.ignore_patterns("evals"))
+    os.truncate(tmp_path/"cut/checkpoints/001-right/state.safetensors", 100)
+    assert main(["eval", str(tmp_path/"cut"), "--n_trials", "2", "--n_workers", "1"]) == 1
+    said = "".join(capfd.readouterr())
+    assert re.fullmatch(r"clvla eval: checkpoint .*001-right is not whole: state.safetensors has 100 bytes, not \d+; remove .*001-right, or take 000-left beside it, which is whole\n", said), said
+    assert not (tmp_path/"cut/evals").exists()
+
+
+def test_a_run_that_fails_shows_its_lines_once(home, capfd):
+    "Its traceback stands where the child printed it; the command adds the last line."
+    (home/"breaks.py").write_text("""from clvla.cl.all import algos
+from clvla.cl.base import CLAlgorithm
+class Breaks(CLAlgorithm):
+    def on_task_start(self, ctx): raise RuntimeError("of its own making")
+algos["breaks"] = Breaks
+""")
+    words = ["run", "--plugins", f"['{home/'breaks.py'}']", "--cl", "breaks", *DOT, "--data_dir", str(home/"data"), "--run_dir", str(home/"broken")]
+    assert main(words) == 1
+    said = "".join(capfd.readouterr())
+    assert said.count("Traceback") == 1 and "clvla run: clvla.run ended with exit code 1: RuntimeError: of its own making" in said
+
+
+def test_two_runs_of_one_seed_are_named(er, tmp_path, capsys):
+    path,_ = er
+    shutil.copytree(path, tmp_path/"again", ignore=shutil.ignore_patterns("evals"))
+    assert main(["compare", str(path), str(tmp_path/"again")]) == 1
+    assert f"several runs of one seed: {path}, {tmp_path/'again'}; leave all but one out" in capsys.readouterr().err
+
+
+def test_a_killed_run_says_how_it_goes_on(er, tmp_path, capsys):
+    path,_ = er
+    shutil.copytree(path, tmp_path/"killed", ignore=shutil.ignore_patterns("done.json", "evals"))
+    assert main(["watch", str(tmp_path/"killed"), "--once"]) == 0
+    assert "killed: interrupted: process" in (said := capsys.readouterr().out) and "the same command goes on from the last checkpoint" in said
+
+
+def test_a_difference_is_in_points_where_metrics_are_in_percent(er, tmp_path, capsys):
+    "By 2 of 2 at the end against 0 of 2, on each task."
+    path,_ = er
+    for name,cl,success in (("all", "er", True), ("none", "sequential", False)):
+        shutil.copytree(path, tmp_path/name, ignore=shutil.ignore_patterns("evals"))
+        config = json.loads((tmp_path/name/"config.json").read_text()) | dict(cl=cl, cl_kw={})
+        (tmp_path/name/"config.json").write_text(json.dumps(config))
+        records = [json.loads(line) for line in (path/"episodes.jsonl").read_text().splitlines()]
+        (tmp_path/name/"episodes.jsonl").write_text("".join(json.dumps({k: v for k,v in r.items() if k != "crc32"} | dict(success=success))+"\n" for r in records))
+    assert main(["compare", str(tmp_path/"all"), str(tmp_path/"none")]) == 0
+    said = capsys.readouterr().out
+    assert "paired with sequential, difference of final success in points:" in said and "100.0" in said.rpartition("in points")[2]
 
 
 def test_a_run_s_earlier_tasks_are_probed(er, tmp_path, capsys):
@@ -214,7 +294,7 @@ def test_games_that_count_points_show_returns(tmp_path, capsys):
     assert Run.open(tmp_path/"run").position == dict(phase="training", task="SpaceInvaders", stage=0, n_stages=1, done=4, total=run.cfg.steps_per_task, loss=.5)
 
 
-@pytest.mark.parametrize("text, says", [("", "no matrix"), (",a\nb,1\n", "trained 'b'"), (",a,b\na,1\n", "has 1 cells"), (",a\na,x\n", "a share, a percentage"),
+@pytest.mark.parametrize("text, says", [("", "no matrix"), (",a\nb,1\n", "trained 'b', and the tasks are a; expected a line with the tasks"), (",a,b\na,1\n", "has 1 cells"), (",a\na,x\n", "a share, a percentage"),
                                         (",a\na,-1\n", "from 0 to 1"), (",a\na,101\n", "from 0 to 1"), (",a,a\na,1,1\n", "each task id once")])
 def test_a_matrix_that_is_none(tmp_path, text, says, capsys):
     (tmp_path/"m.csv").write_text(text)
@@ -253,9 +333,11 @@ def test_lists(er, home, capsys, monkeypatch):
     monkeypatch.chdir(home)
     (home/"runs").mkdir()
     os.symlink(home/"er", home/"runs/er")
-    assert main(["list", "runs", "--json"]) == 0 and main(["list", "runs", "--runs", "nowhere"]) == 0
-    said, none = capsys.readouterr().out.splitlines()
+    (home/"none").mkdir()
+    assert main(["list", "runs", "--json"]) == 0 and main(["list", "runs", "--runs", "none"]) == 0 and main(["list", "runs", "--runs", "nowhere"]) == 1
+    said, none = (shown := capsys.readouterr()).out.splitlines()
     assert [(r["run"], r["cl"]) for r in json.loads(said)] == [("runs/er", "er")] and none.startswith("no runs here")
+    assert "there is no folder nowhere; --runs names" in shown.err
     assert main(["list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["suites"]["mw5"].startswith("5 tasks") and "replay" in found["methods"]["er"].lower() and set(found) == {"suites", "methods", "practice", "agents", "policies"}

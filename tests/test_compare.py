@@ -190,7 +190,7 @@ def test_the_terminal_shows_the_interval_that_says_goes_by(tmp_path):
         for seed in range(3): write_run(tmp_path/f"{algo}-s{seed}", algo, seed, keep, 20)
     c = compare(f"{tmp_path}/*", n_boot=50); row = c.paired.iloc[0]
     said = comparison_text(c); cells = said.split("paired with")[1].splitlines()[1].split()
-    assert cells == ["group", "seeds", "pairs", "difference", "low", "high", "t_low", "t_high", "says"] and f"{row.t_low:.3f}" in said and "says goes by" in said
+    assert cells == ["group", "seeds", "pairs", "difference", "low", "high", "t_low", "t_high", "says"] and f"{100*row.t_low:.1f}" in said and "says goes by" in said
     assert c.unfinished == [] and "not at their end" not in said and comparison_facts(c)["unfinished"] == []
     path = tmp_path/"er-s2/episodes.jsonl"
     for folder in tmp_path.iterdir(): write_json(folder/"config.json", json.loads((folder/"config.json").read_text()) | dict(n_trials=20))

@@ -291,6 +291,16 @@ check_folder({str(closed)!r}, "data_dir")"""
     assert all(f"this user may not write into {closed}; choose another data_dir" in line for line in lines)
 
 
+def test_demonstrations_have_a_place_before_a_run_begins(tmp_path, monkeypatch):
+    "A folder of data that is there may be read only, once the demonstrations are in it."
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(tmp_path/"data")))
+    (tmp_path/"data").mkdir()
+    cfg = resolve(TrainConfig(suite="dot_2", run_dir=str(tmp_path/"run"), data_dir=str(tmp_path/"data"), n_demos=1, threads=1, n_workers=1))
+    with pytest.raises(ValueError, match="data_dir .*may not write into .*data; choose another data_dir"): check(cfg)
+    monkeypatch.setattr("clvla.train.prepare.unmade", lambda *a: [])
+    check(cfg)
+
+
 def test_no_home_folder(tmp_path, monkeypatch):
     import pwd
     def unknown(*a): raise KeyError("uid not found")

@@ -93,3 +93,18 @@ def test_pasted_commands_work_in_their_order(run, project, small):
     said = texts(project/"runs/compare.ipynb")
     assert "left out: runs/mw5-er-tiny-s0-smoke is a smoke run" in said and "paired with mir" in said
     assert (project/"runs/mw5-mir-tiny-s0/report.html").exists() and list((project/"runs/mw5-mir-tiny-s0/evals").iterdir())
+
+
+def test_import_works_from_the_folder_that_holds_the_clone(project, tmp_path):
+    "As `clvla.sh` installs it: the clone is named as the package, and an empty path finds it first."
+    options = shlex.split(re.search(r"pip install -q (--no-build-isolation .*?)-e '", (project/"clvla.sh").read_text())[1])
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path/"venv"], check=True)
+    python = tmp_path/"venv/bin/python"
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.check_output([python, "-c", site], text=True).strip()
+    (Path(packages)/"others.pth").write_text(subprocess.check_output([sys.executable, "-c", site], text=True))   # but none of its .pth files
+    install = ["-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", *options, "-e", project]
+    subprocess.run([sys.executable, *install], check=True)
+    said = subprocess.check_output([python, "-c", "import clvla; print(clvla.__file__); clvla.train"], cwd=project.parent, text=True,
+                                   env={k: v for k,v in os.environ.items() if k != "PYTHONPATH"})
+    assert said.strip() == str(project/"clvla/__init__.py")

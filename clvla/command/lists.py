@@ -108,7 +108,8 @@ def listed_text(name:str)->str: return menu_text(name) if name in (*MENUS, "suit
 def runs_in(
     folder="runs" # whose folders are runs
 )->list:          # of dicts: run, learner, algo, cl, seed, status
-    "The runs of a folder; what cannot be read is listed with the reason."
+    "The runs of a folder; what cannot be read is listed with the reason. FileNotFoundError for another folder than runs that is not there."
+    if str(folder) != "runs" and not Path(folder).is_dir(): raise FileNotFoundError(f"there is no folder {folder}; --runs names the folder that the runs lie in")
     found = []
     for path in sorted(p.parent for p in Path(folder).glob("*/config.json")):
         try:

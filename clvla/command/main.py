@@ -257,7 +257,8 @@ def main(
         return done
     except BrokenPipeError: return no_reader()
     except (ValueError, OSError, ImportError, RuntimeError) as e:
-        print(f"clvla {command}: {e}", file=sys.stderr)
-        if isinstance(e, (OSError, ImportError)): print("clvla doctor says what of this machine is missing", file=sys.stderr)
+        print(f"clvla {command}: {getattr(e, 'brief', e)}", file=sys.stderr)   # of a run that failed its last line: the others stand above
+        if isinstance(e, (OSError, ImportError)) and not isinstance(e, FileNotFoundError):   # a path that is not there is no fault of the machine
+            print("clvla doctor says what of this machine is missing", file=sys.stderr)
         return getattr(e, "exit_status", 1)   # a run that was stopped on request has its own
     except KeyboardInterrupt: return 130

@@ -25,7 +25,7 @@ class AgentSettings:
     steps_per_task:int = 0  # environment steps of a stage, unless its task has a budget
     eval_every:int = 0      # training steps between two evaluations
     n_trials:int = 0        # episodes of each task in each evaluation
-    image_size:int = 0      # h is w, pixels
+    image_size:int = 0      # height and width of each picture, pixels
     tell_task:bool|None = None # the state ends with which task it is, a 0 or 1 for each; None: yes, but not in CORA's experiments
     runner:str = "sync"     # what plays: sync, batched, parallel, actors, ray
     runner_kw:dict = field(default_factory=dict) # settings of that runner

@@ -165,7 +165,8 @@ def group(
                                  f"differ in {', '.join(sorted(diff))}; add that to `by`")
         seeds = [r.config["seed"] for r in rs]
         if len(set(seeds)) < len(seeds):
-            raise ValueError(f"{name!r} has several runs of one seed: {seeds}; leave all but one out")
+            paths = ", ".join(str(r.path) for r in rs if seeds.count(r.config["seed"]) > 1)
+            raise ValueError(f"{name!r} has several runs of one seed: {paths}; leave all but one out")
     tasks = {frozenset(r.task_ids): r.path for r in runs}
     if len(tasks) > 1: raise ValueError(f"these runs are not on the same tasks: {', '.join(map(str, tasks.values()))}")
     if "suite" not in by: check_envs_alike(runs)

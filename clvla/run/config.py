@@ -305,7 +305,9 @@ def read_config(
 )->RunConfig: # of the class that belongs to its learner
     "The config of a run folder; FileNotFoundError when the folder is none, ValueError for a setting it cannot have."
     path = Path(run_dir)/"config.json"
-    if not path.exists(): raise FileNotFoundError(f"{run_dir} is no run folder: it has no config.json")
+    if not path.exists():
+        why = "it has no config.json" if path.parent.is_dir() else "there is no such folder"
+        raise FileNotFoundError(f"{run_dir} is no run folder: {why}; clvla list runs --runs FOLDER names the runs of a folder")
     stored = read_json(path)
     try:
         if not isinstance(stored, dict): return config_from(RunConfig, stored)

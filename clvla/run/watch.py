@@ -261,7 +261,9 @@ class Drawing:
 # %% ../../nbs/run/12_watch.ipynb #eed4d61c
 @patch(as_prop=True)
 def hint(self:Run)->str:
-    "What to do in a tab that was closed and opened again: JupyterLab keeps what it showed, and shows nothing newer."
+    "How to see the run elsewhere. JupyterLab shows nothing newer in a tab that was closed and opened again."
+    if getattr(get_ipython(), "kernel", None) is None:
+        return f"in another terminal, clvla watch {self.path.resolve()} shows this run, and clvla stop lets it save and end"
     return ("if you close this tab, follow the run in any notebook: "
             f"from clvla.run.watch import Run; Run.open({str(self.path.resolve())!r}).follow()")
 

@@ -33,7 +33,7 @@ class DataSettings:
     n_demos:int = 0              # demonstrations per task
     held_out:float = 0.          # share of them that is not trained on, and on which the error of the actions is measured
     prefetch:int = 0             # batches that are prepared ahead of the step
-    image_size:int = 0           # h = w, pixels
+    image_size:int = 0           # height and width of each picture, pixels
     stats:str = "global"         # statistics of all tasks (global), frozen after the first (first), or those of `init_from` (init)
     state_norm:str = "mean_std"  # identity, mean_std, min_max or quantiles
     action_norm:str = ""         # the same

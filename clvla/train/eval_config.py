@@ -27,7 +27,7 @@ from ..eval.parts import part_of
 from ..eval.plan import brief, planned
 from ..eval.rows import check_envs, spec_of
 from ..policies.all import read_policy
-from ..run.checkpoint import checkpoints
+from ..run.checkpoint import check_checkpoint, checkpoints, remedy
 from ..run.config import RunConfig, check_machine, check_workers, chosen_gpus, count_gpus, read_config, stream_name
 from ..run.folder import RunFolder
 from ..run.plugins import plugins_of
@@ -265,8 +265,11 @@ def _check_sizes(evaluation:Evaluation):
 def begin_eval(
     evaluation:Evaluation
 )->Path: # folder of the evaluation
-    "Write the evaluation's config; an existing one must be the same."
+    "Write the evaluation's config; an existing one must be the same, and no checkpoint may lack a file or a part of it."
     cfg = evaluation.cfg
+    for point in evaluation.points:   # contents are compared by the process that reads them
+        if wrong := check_checkpoint(point, deep=False):
+            raise ValueError(f"checkpoint {point} is not whole: {'; '.join(wrong)}; {remedy(point)}")
     path,new = cfg.folder,config_json(evaluation.cfg)
     if (path/"config.json").exists():
         begun = config_json(EvalConfig()) | read_json(path/"config.json")
