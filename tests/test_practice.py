@@ -260,10 +260,10 @@ def test_chunks_are_those_that_were_played(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("algo", ["best_of_n", "distilled"])
-def test_a_critic_without_a_transition_chooses_nothing(data, tmp_path, algo):
+def test_a_critic_without_a_transition_chooses_nothing(tmp_path, algo):
     "Attempts of one chunk whose time ran out have no successor, so nothing is learnt, and the first draw is played."
     suite = dict(base="dot_2", env=dict(max_steps=4))
-    run = practise(config(data, tmp_path/"run", suite=suite, chunk=4, algo=algo, algo_kw=dict(updates=2, sample=4, N=2)), say=len)
+    run = practise(config(tmp_path/"data", tmp_path/"run", suite=suite, chunk=4, algo=algo, algo_kw=dict(updates=2, sample=4, N=2)), say=len)
     policy = load_policy(checkpoints(run.path/"checkpoints", ends=True)[-1])
     assert not any(r["success"] for r in run.episodes()) and not policy.has_learnt
 
