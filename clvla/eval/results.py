@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'MOST', 'LEVEL', 'KINDS', 'LINE', 'Results', 'of_episodes', 'of_counts', 'counted', 'of_text', 'read_csv',
            'share_interval', 'of_lerobot', 'of_vla_eval', 'lines_of_openvla', 'rows_of_openvla', 'of_openvla',
-           'settings_in', 'stream_of', 'ends_at', 'of_run', 'unfinished', 'of_json', 'read_results']
+           'settings_in', 'stored_stream', 'ends_at', 'of_run', 'unfinished', 'of_json', 'read_results']
 
 # %% ../../nbs/eval/11_results.ipynb #41043294
 import json, re
@@ -16,7 +16,7 @@ import pandas as pd
 from ..core.files import read_json, reading
 from ..core.records import read_jsonl
 from ..core.seeds import np_rng
-from .compare import _is_evaluation
+from .compare import is_evaluation
 from .metrics import ids_of
 from .stats import centred, final, final_trained, quantiles, wilson
 
@@ -220,7 +220,7 @@ def settings_in(path:Path)->dict: # {} where there are none
     if isinstance(config, dict): return config
     raise ValueError(f"{path/'config.json'} is of type {type(config).__name__}, expected a dict of settings")
 
-def stream_of(path:Path)->dict|None: # with stages and tasks; None where there is no stream.json
+def stored_stream(path:Path)->dict|None: # with stages and tasks; None where there is no stream.json
     "The stream of a run or of an evaluation, whose own one goes first."
     homes = [path, path.resolve().parents[1]] if path.resolve().parent.name == "evals" else [path]
     file = next((home/"stream.json" for home in homes if (home/"stream.json").exists()), None)
@@ -230,7 +230,7 @@ def stream_of(path:Path)->dict|None: # with stages and tasks; None where there i
 # %% ../../nbs/eval/11_results.ipynb #90bc18f1
 def ends_at(path:Path, records:list)->tuple: # records; names of the tasks that are left out
     "The last stage's records of the tasks that are trained, as success is counted everywhere; of all where each is a probe."
-    if (stream := stream_of(path)) is None: return final(records),[]
+    if (stream := stored_stream(path)) is None: return final(records),[]
     ends = final_trained(records, ids_of(stream))
     return ends,sorted({r["task"] for r in final(records)} - {r["task"] for r in ends})
 
@@ -239,7 +239,7 @@ def of_run(name:str, path:Path)->Results:
     records = [r for file in sorted(path.glob("episodes*.jsonl")) for r in read_jsonl(file)]
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
     config = settings_in(path)
-    run = settings_in(path.resolve().parents[1]) if _is_evaluation(path, config) else config
+    run = settings_in(path.resolve().parents[1]) if is_evaluation(path, config) else config
     ends,probes = ends_at(path, records)
     rows = [dict(task=r["task"], trial=r["trial"], seed=run.get("seed", 0), success=r["success"]) for r in ends]
     changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
@@ -255,7 +255,7 @@ def unfinished(
     records:list  # its episodes
 )->str: # "" where it is at its end, or no stream.json says where that is
     "How far episodes have come that are not at their end."
-    if (stream := stream_of(path)) is None: return ""
+    if (stream := stored_stream(path)) is None: return ""
     stages,ids = stream["stages"],[t["id"] for t in stream["tasks"]]
     last = max(r["stage"] for r in records if r.get("step") is None)
     if last < len(stages)-1: return f"has come to stage {last+1} of {len(stages)}, after {stages[last]}" if last >= 0 else "was tried before its training alone"
