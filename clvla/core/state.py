@@ -47,7 +47,7 @@ def _join(o, ts:dict):
     (kind, v), = o.items()
     if kind == "tensor" and isinstance(v, str):
         if v not in ts: raise ValueError(f"its skeleton asks for the tensor {v!r}, which is missing or used twice")
-        return ts.pop(v)
+        return ts.pop(v).clone()   # in memory of its own, see below
     if kind not in ("dict", "list", "tuple") or not isinstance(v, list):
         raise ValueError(f"its skeleton has the unknown kind {kind!r}")
     if kind != "dict": return (list if kind == "list" else tuple)([_join(x, ts) for x in v])
