@@ -101,7 +101,7 @@ def test_a_percentage_is_the_count_that_it_rounds():
 @pytest.mark.parametrize("text, says", [
     ("task,success\na,.5\n", "expected 0 or 1"), ("task,success\na,\n", "expected 0 or 1"), ("task,trial,success\na,0,1\na,0,1\n", "is there twice"),
     ("task,k,n\na,5,4\n", "5 successes in 4 trials"), ("task,k,n\na,1.5,4\n", "whole numbers"), ("task,k,n\na,nan,4\n", "whole numbers"), ("task,k,n\na,1,2\na,1,2\n", "is there twice"),
-    ("task,mean,n\na,92.5,500\n", "no share of 500 trials"), ("score\n1\n", "expected success"), ("task,success\n", "without episodes"), ("", "No columns"), ("task,k,n\na,0,0\n", "0 successes in 0 trials")])
+    ("task,mean,n\na,92.5,500\n", "no share of 500 trials"), ("score\n1\n", "expected success"), ("task,success\n", "without episodes"), ("", "is empty"), ("task,k,n\na,0,0\n", "0 successes in 0 trials")])
 def test_records_that_cannot_be_are_refused_in_a_line(tmp_path, text, says, capsys):
     (tmp_path/"x.csv").write_text(text)
     assert main(["audit", f"x={tmp_path/'x.csv'}", "y=1/2"]) == 1

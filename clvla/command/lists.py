@@ -147,7 +147,8 @@ def kept_text(rows:list, root:Path)->str:
 def delete(name:str, folder="")->int:
     "Remove one of `kept`; its bytes. ValueError for a name that is not among them."
     names = [r["name"] for r in kept(folder)]
-    if name not in names: raise ValueError(f"{data_folder(folder)} keeps no {name!r}{closest(name, names[:40])}")
+    known = [n for n in names if not Path(n).name.startswith(".")]   # not files of locks
+    if name not in names: raise ValueError(f"{data_folder(folder)} keeps no {name!r}{closest(name, known[:40])}")
     path = data_folder(folder)/name
     n = size_of(path)
     if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)

@@ -57,6 +57,7 @@ def of_alphabrain(name:str, folder:Path)->Matrix|None: # None where there is no 
 # %% ../../nbs/eval/17_matrices.ipynb #00c30106
 def of_table(name:str, path:Path, n:int)->Matrix:
     "The matrix of a CSV file with so many trials a cell; ValueError for one that is none, or a share of no count."
+    if not Path(path).stat().st_size: raise ValueError(f"{name}: {path} is empty")
     try: t = pd.read_csv(path, index_col=0)
     except (ValueError, UnicodeDecodeError) as e: raise ValueError(f"{path}: {e}") from e
     stages,tasks = [str(s).strip() for s in t.index],[str(c).strip() for c in t.columns]

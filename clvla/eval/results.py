@@ -285,6 +285,7 @@ def read_results(
     path = Path(what)
     if path.is_dir(): return of_run(name, path)
     if not path.is_file(): raise FileNotFoundError(f"{name}: there is no {path}; expected a run's folder, a CSV, JSON or text file, or two numbers as in 185/200")
+    if not path.stat().st_size: raise ValueError(f"{name}: {path} is empty")
     if path.suffix.lower() == ".csv": return read_csv(name, path)
     try:
         words = path.read_text(encoding="utf-8")

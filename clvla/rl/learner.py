@@ -148,7 +148,8 @@ def find_base(self:Practice)->Path:
     base = base_config(self.cfg)
     with locked(base.run_dir, self.shell.stop.check):
         if not RunFolder(base.run_dir).done:
-            self.shell.say(f"the base is trained first: {Path(base.run_dir).name}")
+            tasks = f", on {len(self.stream)} tasks" if len(self.stream) > 1 else ""
+            self.shell.say(f"the base is trained first{tasks}: {Path(base.run_dir).name}")
             if self.acc.num_processes == 1: train_cl(base, self.shell.say)
             else: run_alone(base, self.shell.stop.check)
     return checkpoints(Path(base.run_dir)/"checkpoints", ends=True)[-1]
