@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'system_message', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
-           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'data_folder', 'sha256', 'reading']
+           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'data_folder', 'sha256', 'reading', 'places_of']
 
 # %% ../../nbs/core/02_files.ipynb #8b73958a
-import errno, hashlib, json, os, platform, re, secrets, shutil, tempfile, time
+import errno, hashlib, importlib.util, json, os, platform, re, secrets, shutil, tempfile, time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -177,3 +177,11 @@ def reading(
         # an OSError with a number is the system's: no permission, say, and the file may be fine
         if isinstance(e, (ImportError, MemoryError)) or isinstance(e, OSError) and e.errno: raise
         raise ValueError(f"{file} is damaged, or not what its name says ({e}); fetch or make it again") from e
+
+# %% ../../nbs/core/02_files.ipynb #2f1a0002
+def places_of(
+    name:str # relative to the folder of the pages
+)->list:     # where an installed library and a repository have it
+    "Where a page, or another file beside the pages, may lie."
+    library = Path(importlib.util.find_spec("clvla").origin).resolve().parent
+    return [library/"pages"/name, library.parent/"nbs"/name]

@@ -28,7 +28,7 @@ from .episodes import Recorder, load_episodes, save_episodes
 from .faults import check_round, check_unchanged, frozen_hash, frozen_sums
 from .method import PracticeContext
 from .placement import placed, placement_of
-from .rollout import Ahead, copy_of, gathered, run_alone, send_acting
+from .rollout import Ahead, copy_of, gathered, send_acting
 from ..run.agree import agree, all_write
 from ..run.checkpoint import checkpoints
 from ..run.config import world_of
@@ -40,6 +40,7 @@ from ..train.evaluate import Evaluator, one_thread
 from ..train.learner import OnStream, Stage, train_cl
 from ..train.demos import locked
 from ..train.prepare import check, check_init, prepare
+from ..train.recipe import make_start, run_alone
 from ..train.trainer import make_accelerator
 
 # %% ../../nbs/rl/21_learner.ipynb #c2100005
@@ -65,7 +66,7 @@ def check_practice(
     check_along(cfg, method, stream)
     Recorder(cfg.stride, cfg.chunk)
     if cfg.init_from: check_init(cfg)
-    if cfg.init_from and not Path(cfg.init_from).is_dir():
+    if cfg.init_from and Path(cfg.init_from).is_file():
         raise ValueError(f"init_from {cfg.init_from} is a file; practice needs the folder of a checkpoint, with its processor")
     if cfg.seed >= SEEDS: raise ValueError(f"seed is {cfg.seed}, expected 0..{SEEDS-1}: seeds have practice starts of their own")
     visits = cfg.cycles if cfg.stream else 1
@@ -144,13 +145,16 @@ def load_or_store(self:Practice, checkpoint):
 @patch
 def find_base(self:Practice)->Path:
     "The checkpoint of the base policy; it is trained first where it is not there."
-    if self.cfg.init_from: return Path(self.cfg.init_from)
+    train = train_cl if self.acc.num_processes == 1 else None
+    if self.cfg.init_from:
+        make_start(self.cfg, train, self.shell.say, self.shell.stop.check)
+        return Path(self.cfg.init_from)
     base = base_config(self.cfg)
     with locked(base.run_dir, self.shell.stop.check):
         if not RunFolder(base.run_dir).done:
             tasks = f", on {len(self.stream)} tasks" if len(self.stream) > 1 else ""
             self.shell.say(f"the base is trained first{tasks}: {Path(base.run_dir).name}")
-            if self.acc.num_processes == 1: train_cl(base, self.shell.say)
+            if train: train(base, self.shell.say)
             else: run_alone(base, self.shell.stop.check)
     return checkpoints(Path(base.run_dir)/"checkpoints", ends=True)[-1]
 

@@ -5,19 +5,24 @@
 # %% auto #0
 __all__ = ['OWN', 'FILLED', 'CL', 'BEGIN', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings',
            'TrainConfig', 'check_suite', 'stream_for', 'suits_of', 'default_cl', 'absolute_suite', 'suited', 'smaller',
-           'two_of', 'absolute_init', 'check_batch']
+           'two_of', 'recipe_file', 'begun_recipe', 'absolute_init', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 import json, os
+import yaml
+from ..core.files import expanded, places_of, reading
 from ..core.trials import TRIALS
 from ..data.partition import absolute_folders
 from ..envs.all import defaults_of, make_stream, stream_names
+from ..eval.metrics import JOINT
 from ..eval.plan import planned
 from ..core.config import long_form
-from ..run.config import RunConfig, check_machine, check_values, folder_name, in_own_folder, resolve, settings_of, sorted_cl, stream_name, threads_of, world_of
+from ..run.config import RunConfig, check_machine, check_values, folder_name, identity, in_own_folder, resolve, settings_of, sorted_cl, stream_name, threads_of, world_of
+from ..run.folder import RunFolder
 from ..run.plugins import import_plugins
 from ..run.sinks import check_sink
 from .schedules import check_schedule
@@ -56,7 +61,7 @@ class PolicySettings:
     model_kw:dict = field(default_factory=dict) # further settings of the policy
     head:str = ""                # action head, as the policy offers them
     chunk:int = 0                # H, actions per prediction, all of them executed
-    init_from:str = ""           # checkpoint whose weights the run starts from; it is read again when the run goes on
+    init_from:str = ""           # checkpoint to start from, or a parameters file of joint training that makes it; read again when the run goes on
     lora_rank:int|None = None    # rank of LoRA adapters on the linear layers, 0 = every weight is trained
     lora_alpha:float = 16.       # scale of the adapters, alpha/rank
     lora_dropout:float = 0.      # share of an adapter's input that is dropped in training (page policies/dropout)
@@ -224,11 +229,38 @@ def two_of(
     if min(limits) and max(limits) > most: small |= {field: dict(max_steps=min(most, *limits)) for field in where}
     return dict(base=suite, **small, name=f"{name}-smoke") if small else suite
 
+# %% ../../nbs/train/00_config.ipynb #03c09e30
+def recipe_file(
+    name:str # a path, or protocols/NAME of those that come with the library
+)->Path:
+    "A parameters file; ValueError when there is none."
+    found = [p for p in (expanded(name, "init_from"), *places_of(name)) if p.is_file()]
+    if found: return found[0]
+    known = sorted(f"protocols/{f.name}" for place in places_of("protocols") for f in place.glob("pretrain*.yaml"))
+    raise ValueError(f"init_from: there is no file {name}; these come with the library: {', '.join(known)}")
+
 # %% ../../nbs/train/00_config.ipynb #03c09e35
+def begun_recipe(
+    cfg:TrainConfig # its init_from is a parameters file
+)->str:             # the last checkpoint of the run that the file describes, which is begun and perhaps not trained
+    "Begin a run that others start from; ValueError when the file does not describe joint training."
+    file = recipe_file(cfg.init_from)
+    with reading(file): given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(given, dict) or not all(isinstance(k, str) for k in given): raise ValueError(f"init_from: {file} has no lines NAME: VALUE")
+    here = {k: getattr(cfg, k) for k in ("data_dir", "device", "threads", "n_workers", "smoke")}
+    run = resolve(TrainConfig.of(**given | here))
+    if run.cl != "joint": raise ValueError(f"init_from: {file} trains with cl {run.cl!r}, expected joint, after which there is one checkpoint")
+    name = f"{file.stem}-{sha256(json.dumps(identity(run), sort_keys=True).encode()).hexdigest()[:8]}"
+    run = replace(run, run_dir=str(Path(run.data_dir)/"bases"/name))
+    if not (Path(run.run_dir)/"config.json").exists(): RunFolder(run.run_dir).begin(run)
+    return f"{run.run_dir}/checkpoints/000-{JOINT}"
+
 def absolute_init(cfg:TrainConfig)->TrainConfig:
     "The checkpoint that a run starts from, as an absolute path."
+    if Path(cfg.init_from).suffix in (".yaml", ".yml"): cfg = replace(cfg, init_from=begun_recipe(cfg))
     return replace(cfg, init_from=str(Path(cfg.init_from).expanduser().resolve())) if cfg.init_from else cfg
 
+# %% ../../nbs/train/00_config.ipynb #03c09e36
 def check_batch(cfg:TrainConfig)->TrainConfig:
     "ValueError for a batch that cannot be dealt out, or a share outside [0,1)."
     for k in ("ema", "lr_floor", "held_out"):

@@ -31,6 +31,7 @@ from .config import TrainConfig, resolve
 from .evaluate import Evaluator, one_thread
 from .held_out import error_after, hold_out
 from .prepare import check, make_processor, prepare
+from .recipe import make_start
 from .stopping import begin_looks, end_text, look_starts
 from .trainer import Trainer, make_accelerator
 
@@ -97,6 +98,8 @@ def build(self:Imitation,
     "Make data, statistics, policy, algorithm, trainer and evaluator."
     cfg,self.shell = self.cfg,shell
     torch.set_num_threads(cfg.threads)
+    if cfg.init_from:
+        with shell.cost.measure("base"): make_start(cfg, train_cl if self.acc.num_processes == 1 else None, shell.say, shell.stop.check)
     self.make_data(checkpoint)
     policy = self.make_policy(checkpoint)
     algo = make_algo(cfg.cl, cfg.seed, **cfg.cl_kw)
