@@ -398,6 +398,13 @@ def test_an_episode_beyond_memory(data, monkeypatch):
     refused(data, "GB of memory to decode")
 
 
+def test_the_colours_of_a_picture_are_counted_once(data, monkeypatch):
+    frames, real = max(len(ep[ACTION]) for ep in EPISODES), open
+    kB = -(-2*3*frames*(24*32+16*16)//1024)   # twice the pictures of the longest episode
+    monkeypatch.setattr("builtins.open", lambda f, *a, **kw: io.StringIO(f"MemAvailable: {kB} kB\n") if f == "/proc/meminfo" else real(f, *a, **kw))
+    assert len(list(read_lerobot(data))) == len(EPISODES)
+
+
 def depth(path, key, name, **kw):
     "Give the picture column another name, and another one of depth."
     d, t = read_json(path/"meta/info.json")["features"], pq.read_table(path/ROWS)
