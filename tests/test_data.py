@@ -405,6 +405,20 @@ def test_missing_columns_are_named(sets, tmp_path, lost):
     with pytest.raises(ValueError, match=r"lacks \['observation\.images\.<camera>'\]" if lost == IMAGE
                        else rf"lacks \['{lost}'\]"): camera_map(info)
 
+def test_names_that_are_no_cameras_and_no_columns(tmp_path):
+    "They were stored beside the frames, and nothing was learned from them."
+    wrist,joints = "observation.images.wrist","observation.joints"
+    ep = episode(4) | {wrist: episode(4)[IMAGE], joints: np.ones((4, 3), np.float32)}
+    path = write_lerobot(tmp_path/"d", [ep])
+    with pytest.raises(ValueError, match="names 'wrist', expected a key that begins with .*as in 'observation.images.wrist'"):
+        import_lerobot(path, tmp_path/"s", cameras={IMAGE: IMAGE, "wrist": wrist})
+    store, = import_lerobot(path, tmp_path/"s", cameras={IMAGE: IMAGE, wrist: wrist}).values()
+    assert store.cameras == [IMAGE, wrist]
+    for name in ("observation.states", "sate", IMAGE):
+        with pytest.raises(ValueError, match=f"'columns' has no entry '{name}'"): make_stream(dict(base=str(path), layouts=dict(d=dict(columns={name: joints}))))
+    task, = make_stream(dict(base=str(path), layouts=dict(d=dict(columns=dict(state=joints))))).tasks
+    assert import_task(task, tmp_path/"t").state_dim == 3
+
 def test_import_again_and_changed(sets, tmp_path):
     task = make_stream(sets["own"]).tasks[0]; s = import_task(task, tmp_path/"o", image_size=8)
     assert s.image_size == 8 and len(import_task(task, tmp_path/"o", image_size=8)) == 9

@@ -33,6 +33,8 @@ def camera_map(
     if lack:
         raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and a camera; "
                               "rename the columns, or name the cameras with `cameras={ours: theirs}`")
+    if wrong := [k for k in cameras or () if not str(k).startswith(IMAGES)]:
+        raise ValueError(f"{at}: `cameras` names {wrong[0]!r}, expected a key that begins with {IMAGES!r}, as in {f'{IMAGES}{wrong[0]}'!r}")
     if wrong := [c for c in (cameras or {}).values() if c not in pics]:
         raise ValueError(f"{at}: column {wrong[0]!r} holds no pictures; the cameras are {pics}")
     if cameras: return dict(cameras)
