@@ -12,6 +12,7 @@ from clvla.cl.all import algos
 from clvla.cl.base import CLAlgorithm
 from clvla.data.streams import stream_json
 from clvla.envs.all import kinds, make_stream
+from clvla.envs.kind import Kind
 from clvla.eval.compare import group, read_run, summary
 from clvla.eval.parts import merge
 from clvla.eval.stats import final_trained
@@ -184,6 +185,16 @@ def test_starts_of_a_benchmark_and_drawn_ones_are_not_mixed():
     assert say(0, 50) == say(49, 1) == say(0, 51, "metaworld") == "" and "trials 50 to 69 are drawn" in say(50, 20)
     for first,n in ((0, 51), (49, 2), (1, 50)):
         with pytest.raises(ValueError, match=f"trials {first} to {first+n-1} mix .*set n_trials to {50-first} or less"): say(first, n)
+
+def test_a_variation_of_libero_has_no_starts_of_its_own():
+    "No trial of it begins at a stored state, so any number of trials is of one kind."
+    cfg,tasks = EvalConfig(n_trials=60),{name: list(make_stream(name).tasks) for name in ("libero_five", "libero_five_wide")}
+    assert ce.check_starts(cfg, tasks["libero_five_wide"]) == "" == ce.check_starts(replace(cfg, first_trial=50), tasks["libero_five_wide"])
+    moved = [replace(task, eval_env=task.env | dict(spread=2)) for task in tasks["libero_five"]]
+    for some in (tasks["libero_five_wide"], moved): Kind.check(kinds["libero"], NS(evaluate="lower", n_trials=60), some)
+    for some in (tasks["libero_five"], tasks["libero_five"][:1]+moved):
+        with pytest.raises(ValueError, match="mix LIBERO's own 50 starts"): Kind.check(kinds["libero"], NS(evaluate="lower", n_trials=60), some)
+        with pytest.raises(ValueError, match="mix LIBERO's own 50 starts"): ce.check_starts(cfg, some)
 
 def test_parts_made_with_other_assets_are_not_merged(run, monkeypatch):
     "The plan of a queue names the assets of its tasks' simulators."

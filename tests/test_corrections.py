@@ -9,6 +9,7 @@ from clvla.core.state import save_state
 from clvla.envs.all import kinds, make_env
 from clvla.envs.base import Env
 from clvla.envs.dot import Dot, DotKind
+from clvla.envs.expert import advice, guided, plan_of
 from clvla.rl.all import methods
 from clvla.rl.config import PracticeConfig, resolve_practice
 from clvla.rl.episodes import Recorder, load_episodes, save_episodes
@@ -131,3 +132,13 @@ def test_a_probe_needs_no_expert(monkeypatch):
     corrections.check_experts(cfg, True)
     lacking("right")
     with pytest.raises(ValueError, match="asks a scripted expert, and right of kind 'dot' has none"): corrections.check_experts(cfg, True)
+
+
+def test_an_expert_of_discrete_actions_is_taken_at_its_word():
+    env, still = make_env(dict(kind="dot", name="up", discrete=True), 16), np.zeros((12, 1), np.float32)
+    env.reset(3)
+    plan = plan_of(env, 12)
+    assert {4.} < {*plan.ravel().tolist()} and advice(env).tolist() == env.expert().tolist()
+    assert guided(env, still, gate=1.)[0].done == [] and guided(env, plan, gate=1e-3)[0] is plan   # the share of other actions
+    acting, _ = guided(env, still, gate=0)
+    assert env.step_chunk(acting)[2] and np.array_equal(acting.done, plan)

@@ -150,6 +150,14 @@ def test_inline_stream_over_data_sets(sets):
                          cycles=2))
     assert s.ids == ["push-the-block","wave"] and len(s) == 4
 
+def test_a_data_set_counts_once(sets, tmp_path):
+    (tmp_path/"link").symlink_to(sets["two"])
+    for paths in ([sets["two"]]*2, [sets["two"], sets["own"], tmp_path/"link"]):
+        for partition in ("auto", "by_task_index"):
+            with pytest.raises(ValueError, match="named twice .*frames would count twice"): make_stream(paths, partition=partition)
+        with pytest.raises(ValueError, match="named twice"): make_stream(dict(tasks=[dict(data=[str(p) for p in paths])]))
+    assert make_stream([sets["two"]]*2, partition="by_dataset").ids == ["two", "two-2"]   # two tasks, each with its frames once
+
 def test_colliding_episode_numbers(sets, tmp_path):
     s = import_lerobot([sets["two"], sets["again"]], tmp_path, "by_task_index")["pull-the-block"]
     assert s.episode_lengths.tolist() == [5,4] and (s.images[IMAGE][5:] == episode(4, 3)[IMAGE]).all()
@@ -396,6 +404,20 @@ def test_missing_columns_are_named(sets, tmp_path, lost):
     info = read_json(sets["two"]/"meta/info.json"); info["features"].pop(lost)
     with pytest.raises(ValueError, match=r"lacks \['observation\.images\.<camera>'\]" if lost == IMAGE
                        else rf"lacks \['{lost}'\]"): camera_map(info)
+
+def test_names_that_are_no_cameras_and_no_columns(tmp_path):
+    "They were stored beside the frames, and nothing was learned from them."
+    wrist,joints = "observation.images.wrist","observation.joints"
+    ep = episode(4) | {wrist: episode(4)[IMAGE], joints: np.ones((4, 3), np.float32)}
+    path = write_lerobot(tmp_path/"d", [ep])
+    with pytest.raises(ValueError, match="names 'wrist', expected a key that begins with .*as in 'observation.images.wrist'"):
+        import_lerobot(path, tmp_path/"s", cameras={IMAGE: IMAGE, "wrist": wrist})
+    store, = import_lerobot(path, tmp_path/"s", cameras={IMAGE: IMAGE, wrist: wrist}).values()
+    assert store.cameras == [IMAGE, wrist]
+    for name in ("observation.states", "sate", IMAGE):
+        with pytest.raises(ValueError, match=f"'columns' has no entry '{name}'"): make_stream(dict(base=str(path), layouts=dict(d=dict(columns={name: joints}))))
+    task, = make_stream(dict(base=str(path), layouts=dict(d=dict(columns=dict(state=joints))))).tasks
+    assert import_task(task, tmp_path/"t").state_dim == 3
 
 def test_import_again_and_changed(sets, tmp_path):
     task = make_stream(sets["own"]).tasks[0]; s = import_task(task, tmp_path/"o", image_size=8)

@@ -364,6 +364,12 @@ def test_forms_of_picture_files():
 def test_forms_of_arrays(form, want): assert np.array_equal(as_picture(form, "camera"), want) and as_picture(form, "camera").dtype == np.uint8
 
 
+@pytest.mark.parametrize("kind,low,high", [("int8", -100, 100), ("int16", -20_000, 20_000), ("int32", -2**31, 2**31-1), ("float16", -60_000, 60_000), ("float32", -3e38, 3e38)])
+def test_a_span_wider_than_its_type(kind, low, high):
+    values = np.array([[[low, 0, high]]*8]*8).astype(kind)
+    assert as_picture(values, "camera", (values.min(), values.max()))[0, 0].tolist() == [0, 128, 255]
+
+
 @pytest.mark.parametrize("form", [None, "x", X > 5, X.astype(float), X/255*np.nan, X.astype(np.uint16), X[..., 0].astype(np.int32), X[None], X[0, 0], X[:, :, :2], X[:3, :3],
                                   X[:0], -(X/255), X.astype(complex), np.dstack([X, X[..., 0]]), [[1, 2], [3]], object()])
 def test_no_pictures(form):
@@ -396,6 +402,13 @@ def test_an_episode_beyond_memory(data, monkeypatch):
     real = open
     monkeypatch.setattr("builtins.open", lambda f, *a, **kw: io.StringIO("MemAvailable: 1 kB\n") if f == "/proc/meminfo" else real(f, *a, **kw))
     refused(data, "GB of memory to decode")
+
+
+def test_the_colours_of_a_picture_are_counted_once(data, monkeypatch):
+    frames, real = max(len(ep[ACTION]) for ep in EPISODES), open
+    kB = -(-2*3*frames*(24*32+16*16)//1024)   # twice the pictures of the longest episode
+    monkeypatch.setattr("builtins.open", lambda f, *a, **kw: io.StringIO(f"MemAvailable: {kB} kB\n") if f == "/proc/meminfo" else real(f, *a, **kw))
+    assert len(list(read_lerobot(data))) == len(EPISODES)
 
 
 def depth(path, key, name, **kw):

@@ -122,3 +122,12 @@ def test_trials_of_different_uses_never_meet():
     for use in TRIALS: assert use_of(trial_number(use, 7)) == (use, 7)
     for bad in (-1, ranges[-1][1]):
         with pytest.raises(ValueError, match="belongs to no use"): use_of(bad)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="needs the extra gym")
+def test_actions_of_whole_numbers_reach_the_ends_of_their_box():
+    from gymnasium.spaces import Box
+    from clvla.envs.gym.env import action_space
+    at = lambda box: [action_space(box)[2](np.array([a], np.float32)).tolist()[0] for a in (-1, -.9, 0, .9, 1)]
+    assert at(Box(100, 255, (1,), np.uint8)) == [100, 108, 178, 247, 255] and at(Box(-100, 100, (1,), np.int8)) == [-100, -90, 0, 90, 100]
+    assert at(Box(-1, 1, (1,), np.int64)) == [-1, -1, 0, 1, 1]   # rounded, not cut off

@@ -389,3 +389,16 @@ def test_weights_never_go_to_another_camera(tmp_path):
         init_weights(make_policy("tiny", 32, cameras=[IMAGE, side, wrist]), tmp_path/"a")
     init_weights(make_policy("tiny", 32, cameras=[IMAGE, wrist, side], seed=1), tmp_path/"a")
     init_weights(make_policy("tiny", {IMAGE: 32, wrist: 32, side: 32}, seed=1), tmp_path/"a")
+
+
+def test_a_camera_can_be_left_out_where_the_sizes_differ():
+    from types import SimpleNamespace
+    cfg = SimpleNamespace(model="tiny", model_kw=dict(cameras=[IMAGE]), image_size=48, chunk=4, head="flow", seed=0, lora_rank=0, init_from="")
+    sizes = {IMAGE: 48, WRIST: 32, IMAGES+"top": 48}
+    check_policy(cfg, cameras=sizes)
+    assert build_policy(cfg, 4, 4, sizes).pixels == {IMAGE: 48}
+    for names in ([WRIST, IMAGE], [IMAGES+"top", IMAGE]):
+        cfg.model_kw = dict(cameras=names)
+        assert build_policy(cfg, 4, 4, sizes).pixels == {k: sizes[k] for k in names}
+    cfg.model_kw = dict(cameras=[IMAGES+"back"])
+    with pytest.raises(ValueError, match="names the camera 'observation.images.back'"): build_policy(cfg, 4, 4, sizes)

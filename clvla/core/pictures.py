@@ -74,6 +74,7 @@ def as_bytes(
     if not (a <= low and high <= b):   # also when a value is NaN
         raise ValueError(f"{where}: a picture of {x.dtype} with values {low}..{high}, expected {a}..{b}; give uint8 in "
                          "0..255 or floats in 0..1, or say the ends of its values as `span`")
+    a,b = float(a),float(b)   # the difference of two int16 or float16 may lie beyond their type
     return np.rint((np.asarray(x, np.float64)-a)*255/(b-a)).astype(np.uint8)
 
 # %% ../../nbs/core/12_pictures.ipynb #6a274d9d

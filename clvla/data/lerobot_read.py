@@ -33,6 +33,8 @@ def camera_map(
     if lack:
         raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and a camera; "
                               "rename the columns, or name the cameras with `cameras={ours: theirs}`")
+    if wrong := [k for k in cameras or () if not str(k).startswith(IMAGES)]:
+        raise ValueError(f"{at}: `cameras` names {wrong[0]!r}, expected a key that begins with {IMAGES!r}, as in {f'{IMAGES}{wrong[0]}'!r}")
     if wrong := [c for c in (cameras or {}).values() if c not in pics]:
         raise ValueError(f"{at}: column {wrong[0]!r} holds no pictures; the cameras are {pics}")
     if cameras: return dict(cameras)
@@ -189,7 +191,8 @@ def _beyond_memory(index:Index, wanted:list, cams:dict, size, at):
     if size is not None and (type(size) is not int or size < 1):
         raise ValueError(f"image_size is {size!r}, expected a whole number of pixels above 0")
     if size is not None: check_pixels(size, size, f"image_size {size}")
-    pixels = lambda c: size**2 if size else math.prod(index.info["features"][c]["shape"])
+    feats = index.info["features"]
+    pixels = lambda c: size**2 if size else math.prod(declared_size(feats[c]) or feats[c]["shape"])
     needs = 2*3*max((e.length for e in wanted), default=0)*sum(map(pixels, cams.values()))
     with open("/proc/meminfo") as f: free = next(int(line.split()[1])*1024 for line in f if line.startswith("MemAvailable"))
     if needs > free:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INFO_BYTES', 'KINDS', 'LONGEST', 'partitions', 'regular', 'lerobot_info', 'lerobot_tasks', 'used_tasks', 'slug',
-           'by_task_index', 'by_dataset', 'absolute_folders', 'fetch']
+           'each_once', 'by_task_index', 'by_dataset', 'absolute_folders', 'fetch']
 
 # %% ../../nbs/data/04_partition.ipynb #f9fb65d5
 import errno, os, re, stat
@@ -99,10 +99,20 @@ def slug(text:str, taken)->str:
     if len(base) > LONGEST: base = f"{base[:LONGEST-9]}-{sha256(text.encode()).hexdigest()[:8]}"
     return next(i for i in (base, *(f"{base}-{k}" for k in range(2, 10_000))) if i not in taken)
 
+def each_once(paths:list)->list:
+    "The folders; ValueError for one that is there twice, perhaps under two names: its frames would count twice."
+    known = {}
+    for path in paths:
+        whole = os.path.realpath(path)
+        if whole in known: raise ValueError(f"data set {path} is named twice (before as {known[whole]}), and its frames would count twice; "
+                                            "name it once")
+        known[whole] = path
+    return paths
+
 def by_task_index(paths:list)->list:
     "One task per instruction, over all data sets."
     parts = {}
-    for path in paths:
+    for path in each_once(paths):
         for number,text in used_tasks(path).items():
             parts.setdefault(text, []).append(dict(path=os.path.abspath(path), task_index=[number]))
     tasks = {}

@@ -13,7 +13,7 @@ from unicodedata import normalize
 from ..core.config import entries
 from ..core.names import Registry, closest
 from ..data.mixtures import with_layouts
-from ..data.partition import fetch, lerobot_tasks, partitions, slug
+from ..data.partition import each_once, fetch, lerobot_tasks, partitions, slug
 from ..data.streams import LIST, NONE, Stream, Task
 from .guard import guard, made
 from .kind import Kind
@@ -250,7 +250,7 @@ def _parts(entry:dict, at:str)->list:
     "The parts of its data sets that an entry takes; ValueError for an instruction or a number that they lack."
     paths = [entry["data"]] if isinstance(entry["data"], (str, Path)) else list(entry["data"])
     if not paths: raise ValueError(f"{at}: 'data' is empty; name the folder of a LeRobot data set")
-    paths = [fetch(path) if str(path).startswith("hf:") else path for path in paths]
+    paths = each_once([fetch(path) if str(path).startswith("hf:") else path for path in paths])
     if "prompt" in entry and "task_index" in entry:
         raise ValueError(f"{at} has 'prompt' and 'task_index'; give one of them")
     return [dict(path=str(path), task_index=_numbers(path, entry, at)) for path in paths]

@@ -12,8 +12,9 @@ from .base import Env
 
 # %% ../../nbs/envs/12_expert.ipynb #d8db7b07
 def advice(env)->np.ndarray: # (A,)
-    "The expert's action for the state in which the simulator stands, in [-1,1]."
-    return np.clip(np.asarray(env.expert(), np.float32), -1, 1)
+    "The expert's action for the state in which the simulator stands: numbers in [-1,1], or a discrete action's index."
+    action = np.asarray(env.expert(), np.float32)
+    return np.clip(action, -1, 1) if getattr(env, "n_actions", None) is None else action
 
 def plan_of(
     env,    # an environment with snapshots and an expert, whose episode is under way
@@ -50,6 +51,12 @@ class Acting:
             self.done.append(advice(self.env))
             yield self.done[-1]
 
+def _distance(env, plan, actions)->float:
+    "Mean distance of a chunk from a plan, per number; of discrete actions the share of steps with another one."
+    mine = actions[:len(plan),:plan.shape[1]]
+    if getattr(env, "n_actions", None) is not None: return (plan != mine).mean()
+    return np.abs(plan-np.clip(mine, -1, 1)).mean()
+
 def guided(
     env,                   # whose episode is under way
     actions:np.ndarray,    # (n,A) the policy's chunk
@@ -60,7 +67,7 @@ def guided(
 )->tuple:                  # what is carried out: `actions`, or `Acting`; the expert's plan (m,A), None without `label`
     "Decide who acts until the next chunk is planned."
     plan = plan_of(env, len(actions)) if label or gate else None
-    far = gate == 0 or bool(gate) and np.abs(plan-np.clip(actions[:len(plan),:plan.shape[1]], -1, 1)).mean() >= gate
+    far = gate == 0 or bool(gate) and _distance(env, plan, actions) >= gate
     acts = far or late and env.t >= late
     if acts: check_expert(env)
     return Acting(env, len(actions)) if acts else actions,plan if label else None

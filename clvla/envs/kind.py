@@ -62,6 +62,7 @@ class Kind(_Attributes):
     def rates_of(self, env)->tuple: return self.rates or (self.recipe["fps"],)   # of an environment; (): nobody knows
     def title(self, spec:dict)->str: return spec["name"]
     def suits(self, tasks:list)->dict: return self.defaults   # settings that suit some of its tasks
+    def starts_of(self, spec:dict)->int|None: return self.n_starts   # `n_starts` of one environment
     def knows_success(self, spec:dict)->bool: return True  # whether an episode can be a success, or only earns
 
 # %% ../../nbs/envs/01_kind.ipynb #eb223012
@@ -120,12 +121,15 @@ def _mixes(self:Kind,
     "Whether trials begin partly at the benchmark's own starts and partly at drawn ones."
     return self.n_starts is not None and first < self.n_starts < first+n
 
+def _spec(task)->dict: return getattr(task, "eval_env", None) or getattr(task, "env", None) or {}   # in which it is tried
+
 def _check(self:Kind,
     cfg,       # settings of a run: evaluate, n_trials
     tasks:list # of this kind
 ):
     "ValueError for what a run would find out hours later; a subclass checks more, and calls this first."
-    if tasks and cfg.evaluate != "none" and self.mixes(0, cfg.n_trials):
+    own = any(self.starts_of(_spec(task)) is not None for task in tasks)
+    if own and cfg.evaluate != "none" and self.mixes(0, cfg.n_trials):
         raise ValueError(f"n_trials {cfg.n_trials} would mix {self.label}'s own {self.n_starts} starts with drawn "
                          f"ones; set it to {self.n_starts} or less, and try drawn ones afterwards: eval_cl with "
                          f"first_trial {self.n_starts}")

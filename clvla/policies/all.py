@@ -117,10 +117,12 @@ def policy_arguments(
     n_actions=None    # largest number of discrete actions of the data
 )->dict:              # keyword arguments of the policy's class
     "What a run's policy is built with."
-    sizes = set(cameras.values()) if isinstance(cameras, dict) else {cfg.image_size}
-    config = dict(image_size=sizes.pop() if len(sizes) == 1 else dict(cameras), state_dim=state_dim,
-                  action_dim=action_dim, H=cfg.chunk, head=cfg.head)
     kw = dict(cfg.model_kw)
+    named = kw["cameras"] if isinstance(kw.get("cameras"), (list, tuple)) else cameras   # those that the policy sees
+    seen = {k: n for k,n in cameras.items() if k in named} or cameras if isinstance(cameras, dict) else {IMAGE: cfg.image_size}
+    sizes = set(seen.values())
+    config = dict(image_size=sizes.pop() if len(sizes) == 1 else dict(seen), state_dim=state_dim, action_dim=action_dim,
+                  H=cfg.chunk, head=cfg.head)
     if both := sorted(config.keys() & kw.keys()):
         raise ValueError(f"model_kw has {both[0]!r}, which follows from the run's settings image_size, chunk and head "
                          "and from the data; leave it out of model_kw")

@@ -209,7 +209,8 @@ def check_starts(
     "Raise ValueError where a benchmark's own starts and drawn ones would be mixed in one cell."
     first,n = cfg.first_trial,cfg.n_trials
     trials = f"trials {first} to {first+n-1}"
-    kind = next((kind_of(t) for t in tasks if (kind_of(t).n_starts or first+n) < first+n), None)
+    own_of = lambda task: kind_of(task).starts_of(getattr(task, "eval_env", None) or task.env or {})
+    kind = next((kind_of(t) for t in tasks if (own_of(t) or first+n) < first+n), None)
     if kind is None: return ""
     starts = f"{kind.label}'s own {kind.n_starts}"
     if kind.mixes(first, n):

@@ -37,8 +37,10 @@ def action_space(
     if type(space).__name__ == "Discrete": return 1,int(space.n),lambda i: int(space.start)+i
     if type(space).__name__ != "Box" or len(space.shape) != 1 or not np.isfinite([space.low, space.high]).all():
         raise ValueError(f"actions are {space}; needed is a Discrete space, or a Box of one dimension with finite ends")
-    centre,half = (space.high+space.low)/2,(space.high-space.low)/2
-    return len(centre),None,lambda a: (centre+half*a).astype(space.dtype)
+    whole = space.dtype.kind in "iu"   # whole numbers of few bits wrap round when they are added, and `astype` cuts off
+    low,high = (np.asarray(end, float) if whole else end for end in (space.low, space.high))
+    centre,half = (high+low)/2,(high-low)/2
+    return len(centre),None,lambda a: (np.rint(centre+half*a) if whole else centre+half*a).astype(space.dtype)
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #cc83a78e
 def vector(

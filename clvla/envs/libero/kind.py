@@ -61,6 +61,7 @@ class Libero(Kind):
                     action=dict(position=(3, "delta_xyz"), rotation=(3, "axis_angle"), gripper=(1, "binary_close_positive")))
 
     def streams(self)->dict: return _streams()
+    def starts_of(self, spec): return None if VARIATIONS.keys() & spec.keys() else self.n_starts   # a variation draws them all
     def files(self): return f"assets in {located()}"
 
     def adopt(self, tasks, options):
