@@ -77,7 +77,7 @@ def test_logs_of_no_one_stream_are_refused(tmp_path, change, says):
 
 @pytest.mark.parametrize("text, n, says", [
     ("s,a,b\na,90,0\nz,1,2\n", 50, "a stage trained 'z'"), ("s,a,b\na,91,0\n", 50, "no share of 50 trials"), ("s,a,b\na,x,0\n", 50, "a share, a percentage, or empty"), ("s,a,b\na,120,0\n", 50, "a share, a percentage, or empty"),
-    ("s,a,b\na,inf,0\n", 50, "a share, a percentage, or empty"), ("", 50, "No columns"), ("s,a,a \na,1,1\n", 50, "two columns")])
+    ("s,a,b\na,inf,0\n", 50, "a share, a percentage, or empty"), ("", 50, "is empty"), ("s,a,a \na,1,1\n", 50, "two columns")])
 def test_tables_that_cannot_be_are_refused_in_a_line(tmp_path, text, n, says, capsys):
     (tmp_path/"m.csv").write_text(text)
     assert main(["audit", "--matrices", "True", f"x={tmp_path/'m.csv'}/{n}"]) == 1
