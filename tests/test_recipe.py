@@ -88,3 +88,18 @@ def test_practice_starts_from_it(home, made):
                                         init_from=str(home/"first.yaml"), run_dir=str(home/"practice"), data_dir=str(home/"data")))
     run = practise(cfg, say=len)
     assert run.cfg.init_from == made[0].cfg.init_from and run.done
+
+
+def test_a_folder_of_data_by_another_name(home, made, tmp_path):
+    (tmp_path/"link").symlink_to(home/"data", target_is_directory=True)
+    cfg = config(home, "z", data_dir=str(tmp_path/"link"))
+    assert cfg.init_from == made[0].cfg.init_from and recipe_run(cfg.init_from, cfg.data_dir)
+    (tmp_path/"new").mkdir()
+    (tmp_path/"far").symlink_to(tmp_path/"new", target_is_directory=True)
+    check(config(home, "z", data_dir=str(tmp_path/"far")))   # still to be trained
+
+
+def test_a_checkpoint_that_was_removed_is_not_there(home, made, tmp_path):
+    shutil.copytree(home/"data/bases", tmp_path/"bases")
+    shutil.rmtree(next((tmp_path/"bases").glob("first-*"))/"checkpoints")
+    with pytest.raises(ValueError, match="first-.* does not exist; name the folder of a checkpoint"): check(config(home, "w", data_dir=str(tmp_path)))

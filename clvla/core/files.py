@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'system_message', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
-           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'data_folder', 'sha256', 'reading', 'places_of']
+           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'data_folder', 'sha256', 'reading', 'places_of',
+           'settings_file']
 
 # %% ../../nbs/core/02_files.ipynb #8b73958a
 import errno, hashlib, importlib.util, json, os, platform, re, secrets, shutil, tempfile, time
@@ -185,3 +186,14 @@ def places_of(
     "Where a page, or another file beside the pages, may lie."
     library = Path(importlib.util.find_spec("clvla").origin).resolve().parent
     return [library/"pages"/name, library.parent/"nbs"/name]
+
+def settings_file(
+    name:str,          # of a parameters file
+    shipped="*.yaml"   # which of the library's are named where there is none
+)->str:                # its path
+    "A parameters file: as named, or of those that come with the library, under `protocols`; FileNotFoundError."
+    if expanded(name).is_file(): return str(expanded(name))
+    found = [str(p) for p in places_of(name) if name.startswith("protocols/") and p.is_file()]
+    if found: return found[0]
+    known = sorted(f"protocols/{f.name}" for place in places_of("protocols") for f in place.glob(shipped))
+    raise FileNotFoundError(f"there is no file {name}; these come with the library: {', '.join(known)}")

@@ -38,9 +38,8 @@ from ..run.stop import Stopped
 from ..train.eval_config import processor_of
 from ..train.evaluate import Evaluator, one_thread
 from ..train.learner import OnStream, Stage, train_cl
-from ..train.demos import locked
 from ..train.prepare import check, check_init, prepare
-from ..train.recipe import make_start, run_alone
+from ..train.recipe import make_start, train_once
 from ..train.trainer import make_accelerator
 
 # %% ../../nbs/rl/21_learner.ipynb #c2100005
@@ -150,12 +149,8 @@ def find_base(self:Practice)->Path:
         make_start(self.cfg, train, self.shell.say, self.shell.stop.check)
         return Path(self.cfg.init_from)
     base = base_config(self.cfg)
-    with locked(base.run_dir, self.shell.stop.check):
-        if not RunFolder(base.run_dir).done:
-            tasks = f", on {len(self.stream)} tasks" if len(self.stream) > 1 else ""
-            self.shell.say(f"the base is trained first{tasks}: {Path(base.run_dir).name}")
-            if train: train(base, self.shell.say)
-            else: run_alone(base, self.shell.stop.check)
+    tasks = f", on {len(self.stream)} tasks" if len(self.stream) > 1 else ""
+    train_once(base, train, self.shell.say, f"the base is trained first{tasks}", self.shell.stop.check)
     return checkpoints(Path(base.run_dir)/"checkpoints", ends=True)[-1]
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000c

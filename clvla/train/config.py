@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OWN', 'FILLED', 'CL', 'BEGIN', 'SMOKE', 'DataSettings', 'PolicySettings', 'LearningSettings', 'EvaluationSettings',
            'TrainConfig', 'check_suite', 'stream_for', 'suits_of', 'default_cl', 'absolute_suite', 'suited', 'smaller',
-           'two_of', 'recipe_file', 'begun_recipe', 'absolute_init', 'check_batch']
+           'two_of', 'begun_recipe', 'absolute_init', 'check_batch']
 
 # %% ../../nbs/train/00_config.ipynb #9ec1ef48
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 import json, os
 import yaml
-from ..core.files import expanded, places_of, reading
+from ..core.files import reading, settings_file
 from ..core.trials import TRIALS
 from ..data.partition import absolute_folders
 from ..envs.all import defaults_of, make_stream, stream_names
@@ -229,22 +229,13 @@ def two_of(
     if min(limits) and max(limits) > most: small |= {field: dict(max_steps=min(most, *limits)) for field in where}
     return dict(base=suite, **small, name=f"{name}-smoke") if small else suite
 
-# %% ../../nbs/train/00_config.ipynb #03c09e30
-def recipe_file(
-    name:str # a path, or protocols/NAME of those that come with the library
-)->Path:
-    "A parameters file; ValueError when there is none."
-    found = [p for p in (expanded(name, "init_from"), *places_of(name)) if p.is_file()]
-    if found: return found[0]
-    known = sorted(f"protocols/{f.name}" for place in places_of("protocols") for f in place.glob("pretrain*.yaml"))
-    raise ValueError(f"init_from: there is no file {name}; these come with the library: {', '.join(known)}")
-
 # %% ../../nbs/train/00_config.ipynb #03c09e35
 def begun_recipe(
     cfg:TrainConfig # its init_from is a parameters file
 )->str:             # the last checkpoint of the run that the file describes, which is begun and perhaps not trained
     "Begin a run that others start from; ValueError when the file does not describe joint training."
-    file = recipe_file(cfg.init_from)
+    try: file = Path(settings_file(cfg.init_from, "pretrain*.yaml"))
+    except FileNotFoundError as e: raise ValueError(f"init_from: {e}") from e
     with reading(file): given = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(given, dict) or not all(isinstance(k, str) for k in given): raise ValueError(f"init_from: {file} has no lines NAME: VALUE")
     here = {k: getattr(cfg, k) for k in ("data_dir", "device", "threads", "n_workers", "smoke")}

@@ -28,7 +28,7 @@ from ..policies.all import check_policy, policies
 from ..policies.weights import read_policy
 from ..run.checkpoint import check_checkpoint
 from ..run.config import check_machine, read_config, world_of
-from ..run.folder import check_folder
+from ..run.folder import RunFolder, check_folder
 from .checks import as_discrete, check_cut, check_reach, remarks
 from .config import TrainConfig, stream_for
 from .demos import is_read, make_store, places
@@ -60,7 +60,7 @@ def check_init(
     "ValueError when the run cannot start from the weights that `init_from` names."
     path = Path(cfg.init_from)
     recipe = None if path.exists() else recipe_run(cfg.init_from, cfg.data_dir)
-    if not path.exists() and recipe is None:
+    if not path.exists() and (recipe is None or RunFolder(recipe).done):
         raise ValueError(f"init_from {cfg.init_from!r} does not exist; name the folder of a checkpoint, as in "
                          "runs/NAME/checkpoints/001-TASK, or leave it empty")
     if path.is_file(): return   # a safetensors file says nothing of its policy; its tensors are compared when they are read
