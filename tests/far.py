@@ -20,7 +20,10 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -83,12 +86,18 @@ class Machine:
 machine = Machine()
 
 
+@lru_cache(maxsize=1)
+def package_folder() -> str:
+    "Where the package's files lie; a clone that is named as the package has its tests beside it."
+    return str(Path(find_spec(PACKAGE).origin).parent)+"/"
+
+
 def line() -> str:
     "The innermost line of the package on this thread's stack, as in cl/engine.py:40."
-    frame,mark = sys._getframe(2),f"/{PACKAGE}/"
+    frame,home = sys._getframe(2),package_folder()
     while frame is not None:
         name = frame.f_code.co_filename
-        if mark in name: return f"{name[name.rindex(mark)+len(mark):]}:{frame.f_lineno}"
+        if name.startswith(home): return f"{name[len(home):]}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"   # backward's thread, a test
 
