@@ -346,6 +346,18 @@ def test_lists(er, home, capsys, monkeypatch):
     assert set(found["methods"]) >= {*algos}
 
 
+def test_list_knows_what_a_plugin_brings(tmp_path, capsys):
+    mine = tmp_path/"mine_in_list.py"
+    mine.write_text('from clvla.cl.all import algos\nfrom clvla.cl.base import CLAlgorithm\n\nclass Mine(CLAlgorithm):\n    "Does nothing else."\n'
+                    '    def __init__(self, seed:int=0, strength:float=.5): self.strength = strength   # as is\nalgos["mine_in_list"] = Mine\n')
+    try:
+        assert main(["list", "mine_in_list"]) == 1 and "no menu has" in capsys.readouterr().err
+        assert main(["list", "mine_in_list", "--plugins", str(mine)]) == 0 and "--strength 0.5" in capsys.readouterr().out
+        assert main(["list", "methods", "--plugins", f"['{mine}']"]) == 0 and "Does nothing else." in capsys.readouterr().out
+        assert main(["list", "--plugins", "nowhere.py"]) == 1 and "nowhere.py" in capsys.readouterr().err
+    finally: algos.pop("mine_in_list", None)   # other tests list the menu
+
+
 def test_cache_lists_and_removes(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CLVLA_DATA", str(tmp_path/"data"))
     (tmp_path/"data/demos/a").mkdir(parents=True)

@@ -63,10 +63,11 @@ OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything e
                trust=dict(action="store_true", help="run what a folder that somebody else began brings"),
                delete=dict(metavar="NAME", help="remove one of them"),
                data_dir=dict(metavar="DIR", default="", help="of the data; else $CLVLA_DATA, or ~/.cache/clvla"),
-               runs=dict(metavar="DIR", default="runs", help="folder of the runs"))
+               runs=dict(metavar="DIR", default="runs", help="folder of the runs"),
+               plugins=dict(metavar="FILE", default="", help="also list what a plugin brings; several as a run takes them: \"['a.py', 'b.py']\""))
 HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
     demo=("json",), metrics=("write", "recovery", "json"), stats=("repair", "json"),
-    **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), serve=("host", "port", "seed", "device", "cameras", "trust"), list=("runs", "json"),
+    **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), serve=("host", "port", "seed", "device", "cameras", "trust"), list=("plugins", "runs", "json"),
     cache=("data_dir", "delete", "json"), doctor=("data_dir", "runs", "json"))
 
 # %% ../../nbs/command/04_main.ipynb #0e8ce33e
@@ -168,13 +169,17 @@ def of_state(command:str, words:Words, o):
 # %% ../../nbs/command/04_main.ipynb #8f9d259b
 def of_lists(command:str, words:Words, o):
     "Menus, runs, or the folder of the data."
-    with loading(): from clvla.command import lists
+    with loading():
+        from clvla.command import lists
+        from clvla.core.plugins import load_plugins
+        from clvla.run.parameters import value_of
     if command == "cache" and o.delete:
         n = lists.delete(o.delete, o.data_dir)
         return dict(deleted=o.delete, bytes=n),f"removed {o.delete}, {n/1e6:.1f} MB"
     if command == "cache": return (rows := lists.kept(o.data_dir)),lists.kept_text(rows, data_folder(o.data_dir))
     names = words.others or ["suites", *lists.MENUS]
     if names == ["runs"]: return (rows := lists.runs_in(o.runs)),lists.runs_text(rows)
+    load_plugins(value_of("plugins", o.plugins, list) if o.plugins.startswith("[") else [*filter(None, [o.plugins])])
     return {name: lists.listed(name) for name in names},"\n\n".join(map(lists.listed_text, names))
 
 def of_machine(command:str, words:Words, o):
