@@ -43,6 +43,13 @@ def test_chains_are_those_that_were_played(data, tmp_path, monkeypatch, trains):
     assert refs[0] < 1e-5 < refs[1] and not torch.equal(*heads)
 
 
+@pytest.mark.parametrize("lr, told", [(.1, True), (1e-4, False)])
+def test_a_step_far_beyond_kl_stop_is_told(data, tmp_path, lr, told):  # noqa: F811
+    said = []
+    practise(config(data, tmp_path/"run", "flow_ppo", evaluate="none", algo_kw=FEW["flow_ppo"] | dict(actor_lr=lr)), say=said.append)
+    assert any(line.startswith(f"a step at learning rate {lr:g} moved the actor by a divergence of") for line in said) == told
+
+
 def test_another_head_than_the_one_that_played_is_noticed(data, tmp_path, monkeypatch):
     real = FlowPPO.begin
 

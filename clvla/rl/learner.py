@@ -185,7 +185,9 @@ def rounds_of(self:Practice, stage:Stage):
         self.step += 1
         emit(phase="training", task=stage.name, done=self.step, total=stage.n_steps, stage=stage.t,
              n_stages=len(self.stages), loss=numbers.get("train/loss"), lr=numbers.get("lr"))
-        if self.trains and self.step%method.updates == 0: method.end()
+        if not self.trains or self.step%method.updates: continue
+        method.end()
+        if method.remark: shell.say(method.remark)
 
 @patch
 def n_played(self:Practice, stage:Stage)->int:

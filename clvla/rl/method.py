@@ -43,6 +43,7 @@ class Method:
     needs_noise = False # it works with draws of the policy's head
     own_only = False # it learns only from attempts of the very weights that learn
     lacks = {}     # name of `cl.model.ASKS` -> why an algorithm that asks for it cannot hold this method
+    remark = ""   # of the last updates, for the user
     unheld = ""    # why none can, with these settings
     expert = None  # what the scripted expert does in its attempts: arguments of `envs.expert.guided`; None: nothing
     @settled

@@ -84,6 +84,8 @@ class TokenRounds(TokenMethod):
         self.learner.part = ctx.part
 
     def nets(self)->dict: return dict(actor=self.learner)
+    @property
+    def remark(self)->str: return self.learner.remark
     def samples(self, cfg)->int: return self.minibatch
 
     def begin(self):
