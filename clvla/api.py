@@ -17,7 +17,8 @@ from .crl.config import AgentConfig
 from .crl.curves import draw, seeds_table, together
 from .crl.learner import curves_from, curves_of
 from .eval.budgets import agreeing, budget_points, budget_table, spent_of
-from .eval.compare import (CompareConfig, baseline_of, cost_table, difference_points, find_runs, group, mean_lines, metric_points, paired_table, summary,
+from .eval.compare import (CompareConfig, baseline_of, cost_table, difference_points, find_runs, group, mean_lines,
+                                metric_points, paired_table, summary,
                                 wide)
 from .eval.metrics import SuccessMatrix
 from .eval.followed import FREE, Followed, follow_runs
@@ -153,11 +154,16 @@ class Comparison:
     def agreeing(self)->dict: return agreeing(self.groups, self.baseline, self.budgets) if self.equal else self.groups   # groups that are paired
     @cached_property
     def paired(self)->pd.DataFrame: return paired_table(self.agreeing, self.baseline, self.n_boot, self.seed)   # each group minus the baseline
-    def over_budget(self)->go.Figure|None: return budget_points(self.groups, self.equal, self.agreeing, self.n_boot, self.seed) if self.equal else None
+    def over_budget(self)->go.Figure|None:
+        return budget_points(self.groups, self.equal, self.agreeing, self.n_boot, self.seed) if self.equal else None
     def figure(self)->go.Figure: return difference_points(self.paired, self.baseline)
     @cached_property
-    def followed(self)->Followed|None: return follow_runs(self.plan, self.groups, list(self.summary.metric.unique()), self.baseline) if self.plan else None
-    def _marked(self, table:pd.DataFrame)->pd.DataFrame: return table.rename(columns=lambda k: k if not self.plan or k == self.plan["endpoint"] else f"{k} (not planned)")
+    def followed(self)->Followed|None:
+        return (follow_runs(self.plan, self.groups, list(self.summary.metric.unique()), self.baseline) if self.plan
+                else None)
+    def _marked(self, table:pd.DataFrame)->pd.DataFrame:
+        return table.rename(columns=lambda k: k if not self.plan or k == self.plan["endpoint"]
+                            else f"{k} (not planned)")
     def _repr_html_(self)->str: return self.table.to_html()
 
 # %% ../nbs/00_api.ipynb #67a8292b
@@ -171,7 +177,8 @@ def compare(
     **boot           # n_boot and seed, of the intervals
 )->Comparison:
     "Put runs side by side; ValueError where they are not comparable."
-    cfg = CompareConfig(runs=[str(path_of(run)) for run in runs], by=by, baseline=baseline, plan=plan, equal=equal, tolerance=tolerance)
+    cfg = CompareConfig(runs=[str(path_of(run)) for run in runs], by=by, baseline=baseline, plan=plan, equal=equal,
+                        tolerance=tolerance)
     return compared(cfg, **boot)
 
 def compared(
@@ -185,7 +192,8 @@ def compared(
         raise ValueError(f"baseline is {cfg.baseline!r}, and the plan's is {plan['baseline']!r}; leave baseline out")
     groups = group(find_runs(cfg.runs) if runs is None else runs, *((plan["by"], FREE) if plan else (cfg.keys,)))
     planned = plan["baseline"] if plan and plan["baseline"] in groups else ""   # it may be missing, which is said
-    c = Comparison(groups, baseline_of(groups, cfg.baseline or planned), **boot, plan=plan, equal=cfg.equal, tolerance=cfg.tolerance)
+    c = Comparison(groups, baseline_of(groups, cfg.baseline or planned), **boot, plan=plan, equal=cfg.equal,
+                   tolerance=cfg.tolerance)
     c.budgets   # a wrong word is refused at the door
     return c
 
@@ -199,7 +207,8 @@ def of_agents(self:Comparison)->dict:
 @patch
 def matrices(self:Comparison)->dict:
     "Heading -> the matrix of each group's first seed."
-    return {f"Matrix: {name}, seed {rs[0].config['seed']}": heatmap(rs[0].matrix, name) for name,rs in self.groups.items()}
+    return {f"Matrix: {name}, seed {rs[0].config['seed']}": heatmap(rs[0].matrix, name)
+            for name,rs in self.groups.items()}
 
 # %% ../nbs/00_api.ipynb #bb0927b3
 @patch
@@ -207,7 +216,8 @@ def forgotten(self:Comparison)->dict:
     "Heading -> what agents forget, and their curves; {} where there is no agent."
     if not (curves := self.of_agents()): return {}
     measures = {"What agents forget": seeds_table(curves).T.reset_index(names="measure")}
-    return measures | {f"Curves: {name}": draw(c, f"{name}: return of each task's evaluation") for name,c in curves.items()}
+    return measures | {f"Curves: {name}": draw(c, f"{name}: return of each task's evaluation")
+                       for name,c in curves.items()}
 
 @patch
 def budget_parts(self:Comparison)->dict:
@@ -215,7 +225,9 @@ def budget_parts(self:Comparison)->dict:
     held = {"Budgets": self.budgets, "Success over the budget": self.over_budget()} if self.equal else {}
     if "ASR" not in set(self.summary.metric): return held
     known = [kind for kind in ("bytes", "core_seconds", "samples") if kind != self.equal and self.n_recorded(kind) > 1]
-    return held | {f"Success over {kind.replace('_', ' ')}": budget_points(self.groups, kind, None, self.n_boot, self.seed) for kind in known}
+    return held | {
+        f"Success over {kind.replace('_', ' ')}": budget_points(self.groups, kind, None, self.n_boot, self.seed)
+                   for kind in known}
 
 @patch
 def n_recorded(self:Comparison, kind:str)->int:
@@ -226,10 +238,13 @@ def n_recorded(self:Comparison, kind:str)->int:
 @patch
 def parts(self:Comparison)->dict:
     "Heading -> figure or table, of everything."
-    plan = {} if not self.plan else {"The plan": Table([(line,) for line in self.followed.text.splitlines()], columns=["what became of it"])}
+    plan = ({} if not self.plan
+            else {"The plan": Table([(line,) for line in self.followed.text.splitlines()],
+                                    columns=["what became of it"])})
     return {**plan, "All metrics": self.table.reset_index(), "Success at the end": metric_points(self.summary),
             "Backward transfer": metric_points(self.summary, "BWT"), "Over the stream": mean_lines(self.groups),
-            "Paired with the baseline": self.paired, "Differences": self.figure(), **self.budget_parts(), **self.matrices(), **self.forgotten(),
+            "Paired with the baseline": self.paired, "Differences": self.figure(), **self.budget_parts(),
+            **self.matrices(), **self.forgotten(),
             "Cost, seconds": cost_table(self.groups)}
 
 @patch

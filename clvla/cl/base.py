@@ -25,7 +25,8 @@ class CLAlgorithm:
     same_params = False# needs the same trained parameters in every task
     whole_task = False # plans with all updates of a task, so training may not end early (page train/stopping)
     merges = False     # writes all weights when a task ends, which the others of a composition then see
-    watches = False    # measures an update: in a composition it sees the gradient first, and the weights when the others are done
+    # measures an update: in a composition it sees the gradient first, and the weights when the others are done
+    watches = False
     asks = ()          # what it needs of a learner beside its loss: names of `cl.model.ASKS`
 
     def on_task_start(self, ctx): pass

@@ -172,7 +172,9 @@ def check_share(self:TaskBuffer, task_id:str, first:dict, n_tasks:int):
     rows, = with_deltas([_contiguous(first)], self.tolerance, None)
     share,one = self.total_bytes//n_tasks,int(sizes(rows)[0])
     if one > share:
-        raise ValueError(f"a share of {share} bytes, one of {n_tasks}, holds no frame of task {task_id!r}, whose first one takes {one}; raise total_size")
+        raise ValueError(
+            f"a share of {share} bytes, one of {n_tasks}, holds no frame of task {task_id!r}, whose first one "
+            f"takes {one}; raise total_size")
 
 @patch
 def shared(self:TaskBuffer, quota:dict, values:dict)->dict:
@@ -256,15 +258,19 @@ SIZES = "frame_bytes","more_bytes","row_bytes"
 @patch
 def state_dict(self:TaskBuffer)->dict:
     "Everything that the next draw depends on."
-    return dict(frames=dict(self.frames), values={k: as_arrays(v) for k,v in self.values.items()}, store=self.store, turn=self.turn, rng=rng_state(self.rng),
+    return dict(frames=dict(self.frames), values={k: as_arrays(v) for k,v in self.values.items()}, store=self.store,
+                turn=self.turn, rng=rng_state(self.rng),
                 **{k: getattr(self, k) for k in SIZES})
 
 @patch
 def load_state_dict(self:TaskBuffer, state:dict):
     "Continue where `state_dict` was taken."
-    was = state.get("store", self.store if not state["frames"] else "values" if state["values"] else "refs")   # older states do not say it
+    # older states do not say it
+    was = state.get("store", self.store if not state["frames"] else "values" if state["values"] else "refs")
     if was != self.store:
-        raise ValueError(f"this memory has store={self.store!r}, the saved one was of the other kind ({was!r}); use the run's own setting")
+        raise ValueError(
+            f"this memory has store={self.store!r}, the saved one was of the other kind ({was!r}); use the run's own "
+            f"setting")
     self.frames = {k: np.asarray(v, dtype=np.int64) for k,v in state["frames"].items()}
     self.values,self.turn = {k: from_arrays(v) for k,v in state["values"].items()},int(state["turn"])
     for k in SIZES: setattr(self, k, int(state.get(k, 0)))   # older states know no bytes

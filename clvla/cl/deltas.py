@@ -20,7 +20,8 @@ class Store(Choice):
     "How a memory keeps its samples."
     def __init__(self): super().__init__(("refs", "values", "deltas"))
     def allows(self, value):
-        return super().allows(value) or isinstance(value, str) and bool(re.fullmatch(r"deltas ([1-9]\d?|1\d\d|2[0-4]\d|25[0-5])", value))
+        return (super().allows(value) or isinstance(value, str)
+                and bool(re.fullmatch(r"deltas ([1-9]\d?|1\d\d|2[0-4]\d|25[0-5])", value)))
     def __str__(self): return f"{super().__str__()}, or as 'deltas 16' with a tolerance from 1 to 255"
 
 def tolerance_of(
@@ -49,13 +50,16 @@ class Deltas:
     def add(self, picture:np.ndarray): # (C,h,w) uint8
         "Store one more picture; ValueError for one of another size."
         if self.pictures and picture.shape != self.pictures[0].shape:
-            raise ValueError(f"the pictures of a task have one size, found {picture.shape} after {self.pictures[0].shape}; use store='values'")
+            raise ValueError(
+                f"the pictures of a task have one size, found {picture.shape} after {self.pictures[0].shape}; use "
+                f"store='values'")
         ref = self.nearest(picture[:, ::3, ::3])
         stored = picture.copy() if ref < 0 else self.pictures[ref].copy()
         mask = np.ones(picture.shape[1:], bool) if ref < 0 else changed(stored, picture, self.tolerance)
         stored[:, mask] = picture[:, mask]
         self.remember(stored, 0 if ref < 0 else self.chain[ref]+1)
-        self.packed.append(HEAD.pack(ref, *picture.shape) + zlib.compress(np.packbits(mask).tobytes() + picture[:, mask].tobytes(), 9))
+        self.packed.append(
+            HEAD.pack(ref, *picture.shape) + zlib.compress(np.packbits(mask).tobytes() + picture[:, mask].tobytes(), 9))
 
 # %% ../../nbs/cl/42_deltas.ipynb #42e9018f
 @patch
@@ -90,7 +94,8 @@ def restored(
             i,(ref,*_) = ref,HEAD.unpack_from(packed[ref])
             parts.append(unpacked(packed[i], shape))
         if ref != -1 or not parts[-1][0].all(): raise ValueError("it does not lead to a whole picture")
-    except (zlib.error, struct.error, ValueError) as e: raise ValueError(f"picture {i} of a memory is damaged ({e}); load a whole checkpoint") from e
+    except (zlib.error, struct.error, ValueError) as e:
+        raise ValueError(f"picture {i} of a memory is damaged ({e}); load a whole checkpoint") from e
     picture = np.empty(shape, np.uint8)
     for mask,pixels in reversed(parts): picture[:, mask] = pixels
     return picture
@@ -98,7 +103,8 @@ def restored(
 def unpacked(one:bytes, shape)->tuple: # (h,w) mask, (C,n) pixels
     "What a packed picture of a shape holds."
     (C,h,w),data = shape,np.frombuffer(zlib.decompress(one[HEAD.size:]), np.uint8)
-    if HEAD.unpack_from(one)[1:] != (C, h, w): raise ValueError(f"it has the size {HEAD.unpack_from(one)[1:]}, expected {(C, h, w)}")
+    if HEAD.unpack_from(one)[1:] != (C, h, w):
+        raise ValueError(f"it has the size {HEAD.unpack_from(one)[1:]}, expected {(C, h, w)}")
     mask = np.unpackbits(data[:-(-h*w//8)], count=h*w).view(bool).reshape(h, w)
     return mask,data[-(-h*w//8):].reshape(C, mask.sum())
 
@@ -110,7 +116,8 @@ def pictures_of(batch:dict)->dict: # name -> (B,C,h,w) uint8
     columns = {k: v for k,v in batch.items() if k.startswith(IMAGES)}
     if wrong := {k: (v.dtype, tuple(v.shape)) for k,v in columns.items() if v.dtype != torch.uint8 or v.ndim != 4}:
         raise ValueError(f"store 'deltas' is for pictures (B,C,h,w) in uint8, found {wrong}; use 'values' or 'refs'")
-    if not columns: raise ValueError("store 'deltas' is for pictures, and these samples have none; use 'values' or 'refs'")
+    if not columns:
+        raise ValueError("store 'deltas' is for pictures, and these samples have none; use 'values' or 'refs'")
     return {k: v.numpy() for k,v in columns.items()}
 
 def with_deltas(
@@ -145,13 +152,17 @@ def take_restored(
 # %% ../../nbs/cl/42_deltas.ipynb #6959bf75
 def as_arrays(batch:dict)->dict:
     "A batch with packed pictures, for a state."
-    def both(packed): return dict(packed=np.frombuffer(b"".join(packed), np.uint8), sizes=np.array(list(map(len, packed)), np.int32))
+    def both(packed):
+        return dict(packed=np.frombuffer(b"".join(packed), np.uint8), sizes=np.array(list(map(len, packed)), np.int32))
     return batch | {k: both(v) for k,v in packed_of(batch).items()}
 
 def from_arrays(batch:dict)->dict:
     "The inverse of `as_arrays`; ValueError for sizes that do not add up."
     def split(packed, sizes):
         whole,ends = np.asarray(packed).tobytes(),np.cumsum(np.asarray(sizes), dtype=np.int64).tolist()
-        if ends[-1:] != [len(whole)]: raise ValueError(f"the pictures of a memory have {len(whole)} bytes, and their sizes add up to {ends[-1:]}; load a whole checkpoint")
+        if ends[-1:] != [len(whole)]:
+            raise ValueError(
+                f"the pictures of a memory have {len(whole)} bytes, and their sizes add up to {ends[-1:]}; load a "
+                f"whole checkpoint")
         return [whole[end-size:end] for size,end in zip(np.asarray(sizes).tolist(), ends)]
     return {k: split(**v) if isinstance(v, dict) else v for k,v in batch.items()}

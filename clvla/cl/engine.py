@@ -210,7 +210,8 @@ def learnt(
     who,expected = f"{author(policy)}.forward of task {ctx.task_id!r}",LEARNT
     try: answer = model(ctx.batch, noise=ctx.noise, time=ctx.time)
     except Exception as e: raised(e, who, expected)
-    if not isinstance(answer, tuple) or len(answer) != 2: raise ContractError(f"{who} gave {shown(answer)}, expected {expected}")
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ContractError(f"{who} gave {shown(answer)}, expected {expected}")
     loss,out = answer
     if torch.is_tensor(loss) and loss.ndim == 0 and loss.is_floating_point() and isinstance(out, dict): return answer
     raise ContractError(f"{who} gave {shown(loss)} and {shown(out)}, expected {expected}")
@@ -222,7 +223,8 @@ def objective_of(
     "Loss and penalty together; ContractError when no gradient flows from them to a weight."
     objective = ctx.loss if ctx.penalty is None else ctx.loss+ctx.penalty
     if objective.requires_grad: return objective
-    raise ContractError(f"{author(policy)}.forward of task {ctx.task_id!r} gave {shown(ctx.loss)} without a gradient, and no algorithm "
+    raise ContractError(
+        f"{author(policy)}.forward of task {ctx.task_id!r} gave {shown(ctx.loss)} without a gradient, and no algorithm "
                         f"adds a penalty with one; expected {LEARNT}")
 
 # %% ../../nbs/cl/01_engine.ipynb #75a18258

@@ -35,7 +35,8 @@ def directions(
 # %% ../../nbs/cl/37_gpm.ipynb #6905da0d
 def layers(policy:nn.Module)->list:
     "Linear layers, and convolutions without groups: those whose weights are one matrix."
-    plain = lambda m: isinstance(m, nn.Conv2d) and m.groups == 1 and not isinstance(m.padding, str) and m.padding_mode == "zeros"
+    plain = (lambda m: isinstance(m, nn.Conv2d) and m.groups == 1 and not isinstance(m.padding, str)
+             and m.padding_mode == "zeros")
     return [m for m in policy.modules() if isinstance(m, nn.Linear) or plain(m)]
 
 def inputs_of(
@@ -144,7 +145,9 @@ def check_bases(algo:GPM, ctx):
     "ValueError unless the kept directions belong to parameters that are trained now."
     sizes = {n: p[0].numel() if p.ndim > 1 else 0 for n,p in ctx.params().items()}
     wrong = [n for n,M in algo.bases.items() if sizes.get(n) != len(M)]
-    if wrong: raise ValueError(f"GPM holds directions of {len(algo.bases)} layers, and {wrong[:3]} are not trained here or have "
+    if wrong:
+        raise ValueError(
+            f"GPM holds directions of {len(algo.bases)} layers, and {wrong[:3]} are not trained here or have "
         "other inputs; train the same parameters in every task, and continue a run with its own settings")
 
 # %% ../../nbs/cl/37_gpm.ipynb #6b276714
@@ -153,7 +156,8 @@ def kept_of(
 )->dict:
     "Share of all directions that is kept, and the bytes of the bases."
     sizes = [M.shape for M in bases.values()]
-    return dict(kept=sum(k for _,k in sizes)/max(1, sum(d for d,_ in sizes)), basis_bytes=float(sum(4*d*k for d,k in sizes)))
+    return dict(kept=sum(k for _,k in sizes)/max(1, sum(d for d,_ in sizes)),
+                basis_bytes=float(sum(4*d*k for d,k in sizes)))
 
 @patch
 def metrics(self:GPM)->dict:

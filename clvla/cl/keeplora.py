@@ -88,7 +88,8 @@ class KeepLoRA(CLAlgorithm):
         self.n_stages,self.bytes = 0,0   # with adapters; bytes of these
 
     def prepare(self, policy, t, stream):
-        for m in prepare_stage(self, policy, t): m.A.requires_grad_(False)   # `on_task_start` writes it, and nothing trains it
+        for m in prepare_stage(self, policy, t):
+            m.A.requires_grad_(False)   # `on_task_start` writes it, and nothing trains it
 
 # %% ../../nbs/cl/40_keeplora.ipynb #e428eb19
 @patch

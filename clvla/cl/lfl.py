@@ -30,5 +30,6 @@ class LFL(LwF):
         if not self.freeze_head: return
         head = getattr(policy, "head", None)
         if not isinstance(head, nn.Module): raise ValueError(
-            f"freeze_head: found no head in a {type(policy).__name__}, expected a module `head`; set freeze_head to False")
+            f"freeze_head: found no head in a {type(policy).__name__}, expected a module `head`; set freeze_head to "
+            f"False")
         if t: head.requires_grad_(False)

@@ -30,9 +30,12 @@ class Model(nn.Module):
         return [n for n,m in self.named_modules() if type(m) is nn.Linear and not f"{n}.".startswith(self.head_names)]
 
 # %% ../../nbs/cl/34_model.ipynb #c340000a
-ASKS = dict(replay="samples of earlier tasks, to learn from them again", outputs="outputs that can be compared with older ones",
-            features="the vector `pooled` that a policy computes of an observation", words="an instruction in each sample",
-            layers="linear layers, for adapters, masks or columns", tasks="weights of each task's own when it is evaluated",
+ASKS = dict(replay="samples of earlier tasks, to learn from them again",
+            outputs="outputs that can be compared with older ones",
+            features="the vector `pooled` that a policy computes of an observation",
+            words="an instruction in each sample",
+            layers="linear layers, for adapters, masks or columns",
+            tasks="weights of each task's own when it is evaluated",
             others="samples of tasks other than the present one", restart="new first weights at each task",
             adamw="AdamW, Adam or SGD as the optimizer, whose step it computes aside",
             demos="demonstrations, whose actions it reads in the order of time",

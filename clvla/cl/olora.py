@@ -111,6 +111,7 @@ class OLoRA(CLAlgorithm):
         self.last = overlap.detach()
         return self.lam*overlap
 
-    def metrics(self): return dict(adapters=float(self.n_stages), adapter_bytes=float(self.bytes), overlap=float(self.last))
+    def metrics(self):
+        return dict(adapters=float(self.n_stages), adapter_bytes=float(self.bytes), overlap=float(self.last))
     def state_dict(self): return dict(last=self.last)
     def load_state_dict(self, state): self.last = state["last"]

@@ -23,7 +23,8 @@ def segments(
     best,begin = np.full((K+1, T+1), np.inf),np.zeros((K+1, T+1), np.int64)
     best[0, 0] = 0
     for t in range(1, T+1):
-        cost = square[t]-square[:t] - np.square(total[t]-total[:t]).sum(1)/np.arange(t, 0, -1)   # of a piece s..t-1, for each s
+        # of a piece s..t-1, for each s
+        cost = square[t]-square[:t] - np.square(total[t]-total[:t]).sum(1)/np.arange(t, 0, -1)
         way = best[:-1, :t]+cost
         best[1:, t],begin[1:, t] = way.min(1),way.argmin(1)
     piece,t = np.zeros(T, np.int64),T
@@ -77,7 +78,8 @@ class PhaseBuffer(TaskBuffer):
         super().check_room(ctx)
         share = [] if ctx.stream is None else quotas(n_trained(ctx.stream), self.total_size, self.buffer_size)
         if any(n is not None and n < self.n_phases for n in share):
-            raise ValueError(f"a memory of {min(share)} frames a task has no room for {self.n_phases} phases; raise buffer_size or "
+            raise ValueError(
+                f"a memory of {min(share)} frames a task has no room for {self.n_phases} phases; raise buffer_size or "
                              f"total_size, or lower n_phases")
 
     def state_dict(self): return super().state_dict()|dict(phase=dict(self.phase))

@@ -147,8 +147,10 @@ def _check_known(self:Engine):
     unknown = ("maximize", *(("amsgrad",) if adam else ("momentum",)), *(() if adamw else ("weight_decay",)))
     changed = [k for group in self.raw.param_groups for k in unknown if group.get(k)]
     if changed or not adam and not isinstance(self.raw, torch.optim.SGD):
-        raise ValueError("the steps of AdamW (without amsgrad or maximize), of Adam and of SGD (without momentum or weight "
-            f"decay either) are known, found {type(self.raw).__name__} with {changed or 'rules of its own'}; use one of "
+        raise ValueError(
+            "the steps of AdamW (without amsgrad or maximize), of Adam and of SGD (without momentum or weight "
+            f"decay either) are known, found {type(self.raw).__name__} with {changed or 'rules of its own'}; use one "
+            f"of "
             "the two")
 
 # %% ../../nbs/cl/02_probe.ipynb #0c14b55b

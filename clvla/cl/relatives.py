@@ -76,7 +76,8 @@ class ICaRL(ER):
         seed:int=0
     ):
         super().__init__(None, .5, total_size=total_size, selection="herding", seed=seed)
-        self.teacher,self.old,self.means = None,[],None   # weights before this task; classes, and the mean of each (C,D)
+        # weights before this task; classes, and the mean of each (C,D)
+        self.teacher,self.old,self.means = None,[],None
 
     def compute_penalty(self, ctx):
         before = logits(answers(ctx.policy, self.teacher, ctx.batch, {})) if self.teacher else None
@@ -157,7 +158,8 @@ class CWR(CLAlgorithm):
         write(ctx.policy, self.rows, self.rows)
 
     def state_dict(self): return {k: {str(c): x for c,x in getattr(self, k).items()} for k in ("rows", "n", "now")}
-    def load_state_dict(self, state): vars(self).update({k: {int(c): x for c,x in of.items()} for k,of in state.items()})
+    def load_state_dict(self, state):
+        vars(self).update({k: {int(c): x for c,x in of.items()} for k,of in state.items()})
 
 # %% ../../nbs/cl/36_relatives.ipynb #e9a03643
 class SLDA(CLAlgorithm):

@@ -41,7 +41,8 @@ def least(
     state = "problem" if found < needed else "note" if found < better else "ok"
     wanted = needed if state == "problem" else better
     by = " by larger runs" if state == "note" else ""
-    return Finding(what, state, f"{found:.3g} {unit}", "" if state == "ok" else f"{wanted:g} {unit} are needed{by}: {do}")
+    return Finding(what, state, f"{found:.3g} {unit}", "" if state == "ok"
+                   else f"{wanted:g} {unit} are needed{by}: {do}")
 
 # %% ../../nbs/command/03_doctor.ipynb #f4e33661
 TESTED,ACCEPTED = (3, 12),((3, 12), (3, 13), (3, 14))   # versions of Python
@@ -50,8 +51,10 @@ def check_python(version=sys.version_info)->Finding:
     "This Python against those that are tested."
     found = ".".join(map(str, version[:3]))
     if tuple(version[:2]) == TESTED: return Finding("Python", "ok", found)
-    if tuple(version[:2]) in ACCEPTED: return Finding("Python", "note", found, "it is accepted, a smoke run passes; what is tested is Python 3.12")
-    return Finding("Python", "problem", found, "Python 3.12, 3.13 or 3.14 is needed; make the environment with one of them")
+    if tuple(version[:2]) in ACCEPTED:
+        return Finding("Python", "note", found, "it is accepted, a smoke run passes; what is tested is Python 3.12")
+    return Finding("Python", "problem", found,
+                   "Python 3.12, 3.13 or 3.14 is needed; make the environment with one of them")
 
 
 
@@ -76,7 +79,8 @@ def check_libraries(
     wrong = lambda extra, r, v: not r.specifier.contains(v, prereleases=True) if v else not extra
     bad = [row for row in known if wrong(*row)]
     good = len({r.name for _,r,v in known if v}-{r.name for _,r,_ in bad})
-    return [Finding("libraries", "ok", f"{good} packages are in the ranges that were tested"), *(told(*row) for row in bad)]
+    return [Finding("libraries", "ok", f"{good} packages are in the ranges that were tested"),
+            *(told(*row) for row in bad)]
 
 # %% ../../nbs/command/03_doctor.ipynb #52bf7f9f
 BUSY = "other programs may keep this machine busy: ask again when it is idle"   # what to do where no answer came
@@ -122,7 +126,8 @@ def try_drawing(
     env = dict(os.environ, MUJOCO_GL=gl, LP_NUM_THREADS=os.environ.get("LP_NUM_THREADS", "0"))
     code,said = in_child(PICTURE, seconds, env)
     if code is None: return Finding(what, "note", said, f"{BUSY}, or set MUJOCO_GL to the other way")
-    return Finding(what, "ok", f"a picture in {said} ms") if code == 0 else Finding(what, "note", f"no picture ({said})", install)
+    return (Finding(what, "ok", f"a picture in {said} ms") if code == 0
+            else Finding(what, "note", f"no picture ({said})", install))
 
 def check_drawing(
     found:list # of `try_drawing`
@@ -136,7 +141,8 @@ def check_drawing(
 def check_kind(kind)->Finding:
     "Whether a kind of environment can be made here."
     lacks = [m for m in kind.modules if importlib.util.find_spec(m) is None]
-    if lacks: return Finding(kind.label, "note", f"{', '.join(lacks)} not installed", f"pip install 'clvla[{kind.extra}]'")
+    if lacks:
+        return Finding(kind.label, "note", f"{', '.join(lacks)} not installed", f"pip install 'clvla[{kind.extra}]'")
     versions = [f"{package} {version_of(package)}" for package in kind.packages if version_of(package)]
     try: files = kind.files()
     except (OSError, ValueError) as e: return Finding(kind.label, "note", str(e), f"clvla {kind.extra}")
@@ -168,7 +174,8 @@ def check_machine(
             ("open files", float("inf") if files < 0 else files, "files", 256, 1024, "ulimit -n 4096"),
             (f"disk of the data, {data}", free_gb(data), "GB", 1, 10, "clvla cache, or CLVLA_DATA on another disk"),
             (f"disk of the runs, {runs}", free_gb(runs), "GB", .5, 5, "set run_dir to a folder on another disk")]
-    if Path("/dev/shm").exists(): rows.append(("/dev/shm", free_gb("/dev/shm"), "GB", 0, .5, "docker run --shm-size=2g"))
+    if Path("/dev/shm").exists():
+        rows.append(("/dev/shm", free_gb("/dev/shm"), "GB", 0, .5, "docker run --shm-size=2g"))
     return [Finding("cores", "ok", str(os.cpu_count())), *(least(*row) for row in rows)]
 
 # %% ../../nbs/command/03_doctor.ipynb #21e3856d
@@ -186,7 +193,8 @@ def check_gpu(seconds:float=9.)->list:
     "GPUs as torch sees them, and DeepSpeed."
     code,said = in_child(GPU, seconds)
     broken = code != 0 or DRIVER.exists() and "finds none" in said
-    do = "nvidia-smi says whether the driver works; if it does, install a torch for the CUDA that it names" if broken else ""
+    do = ("nvidia-smi says whether the driver works; if it does, install a torch for the CUDA that it names" if broken
+          else "")
     if code is None and not DRIVER.exists(): do = BUSY   # importing torch took that long
     speed = version_of("deepspeed") or "not installed; only the strategies zero1 to zero3 need it"
     return [Finding("GPU", "note" if broken else "ok", said, do), Finding("DeepSpeed", "ok", speed)]

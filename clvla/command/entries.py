@@ -86,14 +86,17 @@ def read_sweep(
     import yaml
     path = Path(settings_file(str(file)))
     try: said = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
-    except (ValueError, RecursionError, yaml.YAMLError) as e: raise ValueError(f"{path}: {e}; expected a sweep in YAML or JSON") from e
+    except (ValueError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"{path}: {e}; expected a sweep in YAML or JSON") from e
     if isinstance(said, list): said = dict(list=said)
     if not isinstance(said, dict) or not {"grid", "list", "parts", "search"} & said.keys():
-        raise ValueError(f"{path} is no sweep: expected a list of settings, or a dict with 'grid' or 'list' in it, as in "
+        raise ValueError(
+            f"{path} is no sweep: expected a list of settings, or a dict with 'grid' or 'list' in it, as in "
                          "grid: {seed: 0..9}")
     for k,v in said.items():
         if k not in KEYS:
-            raise ValueError(f"{path}: unknown entry {k!r}{closest(k, KEYS)}. Settings of all runs belong under 'shared'")
+            raise ValueError(
+                f"{path}: unknown entry {k!r}{closest(k, KEYS)}. Settings of all runs belong under 'shared'")
         if type(v).__name__ not in KEYS[k].split(" or "):
             raise ValueError(f"{path}: {k} is {v!r} ({type(v).__name__}), expected a {KEYS[k]}")
     return Sweep(**{"name": path.stem} | said, beside=str(path.parent))
@@ -102,7 +105,8 @@ def read_sweep(
 def plain(line)->dict:
     "A line of a list; in CORA's words, an agent and its experiment."
     if not isinstance(line, dict):
-        raise ValueError(f"found {line!r} ({type(line).__name__}), expected a dict of settings, as in {{cl: er, seed: 0}}")
+        raise ValueError(
+            f"found {line!r} ({type(line).__name__}), expected a dict of settings, as in {{cl: er, seed: 0}}")
     experiment = line.get("experiment", "run_cl")
     if "policy" not in line and experiment in EXPERIMENTS: return dict(line)
     if "policy" not in line and experiment not in specs:
@@ -140,9 +144,11 @@ def given_of(
 # %% ../../nbs/command/05_entries.ipynb #90212302
 def plan_of(sweep:Sweep, said:dict)->dict|str: # "" where there is none
     "The plan of all entries, read once, so that a file which changes meanwhile gives no entry another one; ValueError for two."
-    if sweep.plan and said.get("plan"): raise ValueError("plan is given twice, by the file of the sweep and by the command; give it once")
+    if sweep.plan and said.get("plan"):
+        raise ValueError("plan is given twice, by the file of the sweep and by the command; give it once")
     plan = sweep.plan or said.get("plan", "")
-    if not isinstance(plan, str) or not plan or plan[:1] == "{": return read_plan(value_of("plan", plan, str|dict)) if plan else ""
+    if not isinstance(plan, str) or not plan or plan[:1] == "{":
+        return read_plan(value_of("plan", plan, str|dict)) if plan else ""
     beside = Path(sweep.beside, plan)
     return read_plan(beside if beside.is_file() else plan)
 
@@ -152,7 +158,8 @@ def in_parts(
     n:int       # pieces
 )->list:        # of `Entry`: the pieces, and the whole after them
     "Divide an evaluation; ValueError for an entry that is none."
-    if entry.experiment != "eval_cl": raise ValueError(f"parts divides evaluations (eval_cl), and this is {entry.experiment}; leave it out")
+    if entry.experiment != "eval_cl":
+        raise ValueError(f"parts divides evaluations (eval_cl), and this is {entry.experiment}; leave it out")
     if n < 2: raise ValueError(f"parts is {n}, expected 2 or more")
     if "part" in entry.own or entry.given.get("part", "0/1") != "0/1":
         raise ValueError("parts and part are given; leave out part, each of them becomes an entry")
@@ -199,7 +206,8 @@ def config_of(queue:Queue, entry:Entry):
     if entry.experiment == "eval_cl": return make_config(EvalConfig, entry.given)
     for k in ("run_dir", "detached"):
         if not entry.given.get(k): continue
-        raise ValueError(f"{k} is chosen by the sweep, found {entry.given[k]!r}; leave it out (the folder of all is `folder`)")
+        raise ValueError(
+            f"{k} is chosen by the sweep, found {entry.given[k]!r}; leave it out (the folder of all is `folder`)")
     cls = configs[LEARNERS[EXPERIMENTS[entry.experiment]]]
     return resolve(make_config(cls, entry.given | dict(run_dir=str(queue.run_dir(entry)))))
 

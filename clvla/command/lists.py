@@ -25,10 +25,12 @@ from ..train.config import FILLED
 # %% ../../nbs/command/02_lists.ipynb #1a6a0d45
 def suites()->dict:
     "Name of a stream -> how many tasks it has, and whose."
-    found = {name: f"{len(stream)} tasks of {kind.label}" for kind in kinds.values() for name,stream in kind.streams().items()}
+    found = {name: f"{len(stream)} tasks of {kind.label}" for kind in kinds.values()
+             for name,stream in kind.streams().items()}
     return found | {name: f"{len(stream)} tasks of a plugin" for name,stream in streams.items()}
 
-MENUS = dict(methods=(algos, "against forgetting, --cl NAME"), practice=(methods, "ways to practise, clvla practice --algo NAME"),
+MENUS = dict(methods=(algos, "against forgetting, --cl NAME"),
+             practice=(methods, "ways to practise, clvla practice --algo NAME"),
              agents=(agents, "agents, clvla agents --algo NAME"), policies=(policies, "policies, --model NAME"))
 
 def meaning(registry, name:str)->str:
@@ -66,7 +68,8 @@ def comments(cls)->dict:
 
 def setting(p, meaning:str)->dict:
     "One argument: name, default unless it must be given, what is allowed, meaning."
-    allowed = repr(p.annotation) if isinstance(p.annotation, Setting) else getattr(p.annotation, "__name__", str(p.annotation))
+    allowed = (repr(p.annotation) if isinstance(p.annotation, Setting)
+               else getattr(p.annotation, "__name__", str(p.annotation)))
     row = dict(name=p.name, allowed="" if p.annotation is p.empty else allowed, meaning=meaning)
     return row if p.default is p.empty else row | dict(default=p.default)
 
@@ -87,7 +90,8 @@ def entry(
     if not found:
         names = [*MENUS, "suites", "runs", *(n for registry,_ in MENUS.values() for n in registry)]
         raise ValueError(f"there is no list {name!r}, and no menu has an entry of this name{closest(name, names)}")
-    return {k: dict(about=meaning(registry, name), settings=settings(registry[name], FILLED if k == "policies" else ("seed",)))
+    return {k: dict(about=meaning(registry, name),
+                    settings=settings(registry[name], FILLED if k == "policies" else ("seed",)))
             for k,registry in found.items()}
 
 # %% ../../nbs/command/02_lists.ipynb #c6aa5003
@@ -109,13 +113,16 @@ def runs_in(
     folder="runs" # whose folders are runs
 )->list:          # of dicts: run, learner, algo, cl, seed, status
     "The runs of a folder; what cannot be read is listed with the reason. FileNotFoundError for another folder than runs that is not there."
-    if str(folder) != "runs" and not Path(folder).is_dir(): raise FileNotFoundError(f"there is no folder {folder}; --runs names the folder that the runs lie in")
+    if str(folder) != "runs" and not Path(folder).is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; --runs names the folder that the runs lie in")
     found = []
     for path in sorted(p.parent for p in Path(folder).glob("*/config.json")):
         try:
             cfg = read_json(path/"config.json")
-            found.append(dict(run=str(path), **{k: cfg.get(k) for k in ("learner", "algo", "cl", "seed")}, status=Run(path).status))
-        except (OSError, ValueError, AttributeError) as e: found.append(dict(run=str(path), status=f"cannot be read: {e}"))
+            found.append(dict(run=str(path), **{k: cfg.get(k) for k in ("learner", "algo", "cl", "seed")},
+                              status=Run(path).status))
+        except (OSError, ValueError, AttributeError) as e:
+            found.append(dict(run=str(path), status=f"cannot be read: {e}"))
     return found
 
 def runs_text(rows:list)->str:
@@ -134,7 +141,8 @@ def kept(folder="")->list:
     "Name, bytes and days since the last change of what lies in the folder of the data, one folder deep."
     root = data_folder(folder)
     parts = [p for top in sorted(root.glob("*")) for p in (sorted(top.iterdir()) if top.is_dir() else [top])]
-    return [dict(name=str(p.relative_to(root)), bytes=size_of(p), days=round((time.time()-p.lstat().st_mtime)/86400, 1)) for p in parts]
+    return [dict(name=str(p.relative_to(root)), bytes=size_of(p), days=round((time.time()-p.lstat().st_mtime)/86400, 1))
+            for p in parts]
 
 def kept_text(rows:list, root:Path)->str:
     "The same for a terminal, largest first; small ones in one line."

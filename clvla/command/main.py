@@ -24,11 +24,14 @@ COMMANDS = dict(
     sweep="many runs, on one machine or on several: FILE, or --grid",
     compare="put runs side by side: RUN ...",
     **{"audit-stream": "what a policy reaches on a stream without eyes, words or feedback: SUITE"},
-    audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...", metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
+    audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...",
+                metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
     stats="whether dataset_statistics.json is what the frames say: DATASET",
     watch="follow a run until it ends: RUN", stop="ask a run to save and end: RUN",
-    list="what there is to choose from, the settings of one of it, or which runs there are: [suites | methods | practice | agents | policies | runs | NAME]",
-    cache="what lies in the folder of the data", doctor="what of this machine a run needs, and what to do where it is not there",
+    list="what there is to choose from, the settings of one of it, or which runs there are: [suites | methods | "
+         "practice | agents | policies | runs | NAME]",
+    cache="what lies in the folder of the data",
+                doctor="what of this machine a run needs, and what to do where it is not there",
     completion="completion of words for a shell: bash or zsh")
 
 def installed()->dict: # name -> "module:function"
@@ -42,32 +45,40 @@ def usage()->str:
     known = COMMANDS | {name: f"the same as clvla-{name}" for name in installed()}
     width = max(map(len, known))
     lines = [f"  {name:<{width}}  {text}" for name,text in known.items()]
-    return "\n".join(["clvla COMMAND ...", "", *lines, "", "clvla COMMAND --help lists what a command may be told, with the defaults."])
+    return "\n".join(["clvla COMMAND ...", "", *lines, "",
+                      "clvla COMMAND --help lists what a command may be told, with the defaults."])
 
 # %% ../../nbs/command/04_main.ipynb #7074e6b8
 OPTIONS = dict(json=dict(action="store_true", help="print JSON, and everything else on the standard error"),
                page=dict(metavar="FILE", help="execute the page instead, and leave it there"),
                write=dict(action="store_true", help="also write matrix.csv and metrics.csv into the folder"),
-               recovery=dict(action="store_true", help="also train copies of the last checkpoint: how fast each earlier task comes back, against fresh weights"),
+               recovery=dict(action="store_true",
+                             help="also train copies of the last checkpoint: how fast each earlier task comes back, "
+                                  "against fresh weights"),
                repair=dict(action="store_true", help="write the file as the frames say"),
                seeds=dict(metavar="N", type=int, default=1, help="of each run (default 1)"),
                parallel=dict(metavar="N", type=int, default=1, help="runs at the same time (default 1)"),
                dry=dict(action="store_true", help="say what will be done, and end"),
                folder=dict(metavar="DIR", default="", help="for the runs and the answers; else runs/validity-SUITE"),
                once=dict(action="store_true", help="say how it is now, and end"),
-               host=dict(metavar="HOST", default="127.0.0.1", help="address to listen on; another than this machine's own lets others ask"),
+               host=dict(metavar="HOST", default="127.0.0.1",
+                         help="address to listen on; another than this machine's own lets others ask"),
                port=dict(metavar="N", type=int, default=8000, help="to listen on (default 8000; 0: any that is free)"),
                seed=dict(metavar="N", type=int, default=0, help="of the policy's noise (default 0)"),
                device=dict(choices=("cpu", "cuda"), default="cpu", help="of the policy (default cpu)"),
-               cameras=dict(metavar="OURS=THEIRS,...", default="", help="which picture of a message is which camera of the policy"),
+               cameras=dict(metavar="OURS=THEIRS,...", default="",
+                            help="which picture of a message is which camera of the policy"),
                trust=dict(action="store_true", help="run what a folder that somebody else began brings"),
                delete=dict(metavar="NAME", help="remove one of them"),
                data_dir=dict(metavar="DIR", default="", help="of the data; else $CLVLA_DATA, or ~/.cache/clvla"),
                runs=dict(metavar="DIR", default="runs", help="folder of the runs"),
-               plugins=dict(metavar="FILE", default="", help="also list what a plugin brings; several as a run takes them: \"['a.py', 'b.py']\""))
+               plugins=dict(metavar="FILE", default="",
+                            help="also list what a plugin brings; several as a run takes them: \"['a.py', 'b.py']\""))
 HAS = dict.fromkeys(PAGES, ("page", "json")) | dict(
     demo=("json",), metrics=("write", "recovery", "json"), stats=("repair", "json"),
-    **{"audit-stream": ("seeds", "parallel", "dry", "folder", "json")}, watch=("once",), serve=("host", "port", "seed", "device", "cameras", "trust"), list=("plugins", "runs", "json"),
+    **{"audit-stream": ("seeds", "parallel", "dry", "folder",
+                        "json")}, watch=("once",), serve=("host", "port", "seed", "device", "cameras", "trust"),
+                                                    list=("plugins", "runs", "json"),
     cache=("data_dir", "delete", "json"), doctor=("data_dir", "runs", "json"))
 
 # %% ../../nbs/command/04_main.ipynb #0e8ce33e
@@ -148,7 +159,8 @@ def of_metrics(command:str, words:Words, o):
     with loading(): from clvla.command import runs
     path = runs.one_of(words, command)
     if Path(path).is_file():
-        if o.recovery: raise ValueError(f"{path} is a file, and --recovery needs the folder of a run with its checkpoints")
+        if o.recovery:
+            raise ValueError(f"{path} is a file, and --recovery needs the folder of a run with its checkpoints")
         m = runs.read_matrix(path)
         d = runs.matrix_facts(m)
         lines = [f"{k:<12} {v['value']:6.1f}" for k,v in d["metrics"].items() if v["value"] is not None]
@@ -156,7 +168,8 @@ def of_metrics(command:str, words:Words, o):
     r = runs.reached(runs.measured_at(path))
     files = runs.write_tables(r) if o.write else []
     probes,text = runs.recovered(path) if o.recovery else ({},"")
-    return runs.facts(r) | probes,"\n".join([runs.told(r), *["", text]*o.recovery, *(f"written: {file}" for file in files)])
+    return runs.facts(r) | probes,"\n".join([runs.told(r), *["", text]*o.recovery,
+                                             *(f"written: {file}" for file in files)])
 
 def of_state(command:str, words:Words, o):
     "Watch a run, or stop it."
@@ -209,10 +222,12 @@ def of_completion(command:str, words:Words, o):
     return {}," ".join(f"--{name}" for name in own)
 
 # %% ../../nbs/command/04_main.ipynb #1dc4456c
-DOES = dict(sweep=of_sweep, serve=of_serve, audit=of_audit, stats=of_stats, **{"audit-stream": of_stream}, metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
+DOES = dict(sweep=of_sweep, serve=of_serve, audit=of_audit, stats=of_stats, **{"audit-stream": of_stream},
+            metrics=of_metrics, watch=of_state, stop=of_state, list=of_lists, cache=of_lists,
             doctor=of_machine, completion=of_completion)   # what is not here is `of_run`
 
-WORDS = {"--help": usage, "-h": usage, "help": usage, "--version": lambda: f"clvla {importlib.metadata.version('clvla')}"}
+WORDS = {"--help": usage, "-h": usage, "help": usage,
+         "--version": lambda: f"clvla {importlib.metadata.version('clvla')}"}
 
 def check_words(command:str, words:Words):
     "ValueError for words that a command without a page has no place for."
@@ -262,8 +277,10 @@ def main(
         return done
     except BrokenPipeError: return no_reader()
     except (ValueError, OSError, ImportError, RuntimeError) as e:
-        print(f"clvla {command}: {getattr(e, 'brief', e)}", file=sys.stderr)   # of a run that failed its last line: the others stand above
-        if isinstance(e, (OSError, ImportError)) and not isinstance(e, FileNotFoundError):   # a path that is not there is no fault of the machine
+        # of a run that failed its last line: the others stand above
+        print(f"clvla {command}: {getattr(e, 'brief', e)}", file=sys.stderr)
+        # a path that is not there is no fault of the machine
+        if isinstance(e, (OSError, ImportError)) and not isinstance(e, FileNotFoundError):
             print("clvla doctor says what of this machine is missing", file=sys.stderr)
         return getattr(e, "exit_status", 1)   # a run that was stopped on request has its own
     except KeyboardInterrupt: return 130

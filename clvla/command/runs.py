@@ -103,9 +103,11 @@ def reached(run:Measured, with_metrics:bool=True)->Reached:
     if not records: return Reached(run, 0)
     stages,tasks = stream_of(run.home)
     if without_success(run.home):
-        return Reached(run, len(records), returns=mean_returns(records, stages, tasks), stages=tuple(stages), tasks=tuple(tasks))
+        return Reached(run, len(records), returns=mean_returns(records, stages, tasks), stages=tuple(stages),
+                       tasks=tuple(tasks))
     m = from_records(records, stages, tasks)
-    return Reached(run, len(records), m, metrics_table(records, stages, tasks) if with_metrics else None, None, m.stages, m.task_ids)
+    return Reached(run, len(records), m, metrics_table(records, stages, tasks) if with_metrics else None, None,
+                   m.stages, m.task_ids)
 
 
 # %% ../../nbs/command/01_runs.ipynb #5236e4fd
@@ -143,7 +145,8 @@ def lacking(r:Reached)->str:
     if not isinstance(r.run, Result) or r.run.run.status != "done": return ""
     if not r.n: return f"{r.run.path} has no episodes"
     n = r.run.run.folder.cfg.n_trials
-    cells = [] if r.matrix is None else [(s, t, int(k)) for s,row in zip(r.stages, r.matrix.n) for t,k in zip(r.tasks, row) if 0 < k < n]
+    cells = ([] if r.matrix is None
+             else [(s, t, int(k)) for s,row in zip(r.stages, r.matrix.n) for t,k in zip(r.tasks, row) if 0 < k < n])
     first = ", ".join(f"{k} of {t} after {s}" for s,t,k in cells[:3])+", ..."*(len(cells) > 3)
     return f"{r.run.path} has fewer than {n} episodes in {len(cells)} cell{'s'*(len(cells) > 1)}: {first}; were its records cut off?" if cells else ""
 
@@ -181,7 +184,9 @@ def more_episodes(words:Words)->dict:   # what was changed, "" for nothing -> Me
     if "run_dir" not in given: raise ValueError("expected one folder, found none; see clvla eval --help")
     each = each_of(make_config(EvalConfig, given))
     for one in each: check_eval(one)   # all are refused before the first begins
-    return {one.changed: evaluate(given["run_dir"], **{k: v for k,v in given.items() if k != "run_dir"}|dict(perturb=one.changed)) for one in each}
+    return {one.changed: evaluate(given["run_dir"],
+                                  **{k: v for k,v in given.items() if k != "run_dir"}|dict(perturb=one.changed))
+            for one in each}
 
 def evaluated(found:dict)->tuple: # what was changed -> Measured
     "Facts for JSON and text of one evaluation, or of several side by side."
@@ -198,7 +203,8 @@ def side_by_side(words:Words):
     given = read_files(words.files) | words.of("compare")
     cfg = make_config(CompareConfig, given)   # loads plugins, whose metrics are then in the table
     runs = cfg.runs.split(",") if isinstance(cfg.runs, str) else cfg.runs
-    c = compare(*runs, by=cfg.by, baseline=cfg.baseline, plan=cfg.plan, equal=cfg.equal, tolerance=cfg.tolerance, n_boot=cfg.n_boot, seed=cfg.seed)
+    c = compare(*runs, by=cfg.by, baseline=cfg.baseline, plan=cfg.plan, equal=cfg.equal, tolerance=cfg.tolerance,
+                n_boot=cfg.n_boot, seed=cfg.seed)
     if cfg.report: c.report(cfg.report)
     return c
 
@@ -206,11 +212,15 @@ def side_by_side(words:Words):
 def comparison_text(c)->str:
     "Groups, metrics and paired differences."
     numbers = ["difference", "low", "high", "t_low", "t_high"]
-    paired = c.paired[["group", "seeds", "pairs", *numbers, "says"]].assign(**{k: (100*c.paired[k].astype(float)).round(1) for k in numbers})
+    paired = c.paired[["group", "seeds", "pairs", *numbers,
+                       "says"]].assign(**{k: (100*c.paired[k].astype(float)).round(1) for k in numbers})
     text = f"{c.table.to_string()}\n\npaired with {c.baseline}, difference of final success in points:\n{paired.to_string(index=False)}"
-    if len(paired): text += "\nlow, high: of these policies, from other starts; t_low, t_high: of other seeds, which says goes by"
-    if c.unfinished: text += f"\n\nnot at their end: {', '.join(c.unfinished)}; they are in no pair, and the metrics have what episodes there are"
-    if c.equal: text += f"\n\nequal {c.equal}, within {100*c.tolerance:g} % of {c.baseline}:\n{c.budgets.to_string(index=False)}"
+    if len(paired):
+        text += "\nlow, high: of these policies, from other starts; t_low, t_high: of other seeds, which says goes by"
+    if c.unfinished:
+        text += f"\n\nnot at their end: {', '.join(c.unfinished)}; they are in no pair, and the metrics have what episodes there are"
+    if c.equal:
+        text += f"\n\nequal {c.equal}, within {100*c.tolerance:g} % of {c.baseline}:\n{c.budgets.to_string(index=False)}"
     return f"{text}\n\n{c.followed.text}" if c.followed else text
 
 def comparison_facts(c)->dict:
@@ -219,7 +229,8 @@ def comparison_facts(c)->dict:
     runs = {name: [str(r.path) for r in rs] for name,rs in c.groups.items()}
     planned = dict(planned=c.followed.to_json()) if c.followed else {}
     if c.equal: planned |= dict(equal=c.equal, tolerance=c.tolerance, budgets=rows(c.budgets))
-    return dict(baseline=c.baseline, runs=runs, unfinished=c.unfinished, metrics=rows(c.table.reset_index()), paired=rows(c.paired)) | planned
+    return dict(baseline=c.baseline, runs=runs, unfinished=c.unfinished, metrics=rows(c.table.reset_index()),
+                paired=rows(c.paired)) | planned
 
 # %% ../../nbs/command/01_runs.ipynb #6c8c90b6
 FORM = "expected a line with the tasks, as in ',a,b', and a line after each stage that begins with the task it trained, as in 'a,90,'"
@@ -231,14 +242,16 @@ def read_table(
     try: rows = list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
     except (ValueError, csv.Error) as e: raise ValueError(f"{path} is no CSV file: {e}") from e
     rows = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
-    if Path(path).suffix == ".jsonl": raise ValueError(f"{path} holds records, and no matrix; name the folder of the run, {Path(path).parent}")
+    if Path(path).suffix == ".jsonl":
+        raise ValueError(f"{path} holds records, and no matrix; name the folder of the run, {Path(path).parent}")
     if len(rows) < 2: raise ValueError(f"{path} is no matrix: {FORM}")
     tasks = rows[0][1:]
     for row in rows[1:]:
         if len(row) != len(rows[0]):
             raise ValueError(f"{path}: the line of {row[0]!r} has {len(row)-1} cells, and there are {len(tasks)} tasks")
         if row[0] not in tasks:
-            raise ValueError(f"{path}: a stage trained {row[0]!r:.40}, and the tasks are {', '.join(tasks)!s:.80}; {FORM}")
+            raise ValueError(
+                f"{path}: a stage trained {row[0]!r:.40}, and the tasks are {', '.join(tasks)!s:.80}; {FORM}")
     return rows
 
 # %% ../../nbs/command/01_runs.ipynb #97c5f982
@@ -251,7 +264,8 @@ def read_matrix(
     except ValueError as e: raise ValueError(f"{path}: {e}; a cell is a share, a percentage, or empty") from e
     known = R[~np.isnan(R)]
     if len(known) and not 0 <= known.min() <= known.max() <= 100:
-        raise ValueError(f"{path}: cells are from 0 to 1, or to 100 in percent; found {known.min():g} to {known.max():g}")
+        raise ValueError(
+            f"{path}: cells are from 0 to 1, or to 100 in percent; found {known.min():g} to {known.max():g}")
     return from_rates(R/(100 if (known > 1).any() else 1), [row[0] for row in rows], tasks)
 
 # %% ../../nbs/command/01_runs.ipynb #0f9eb01b
@@ -270,12 +284,14 @@ def measured_at(
     "The episodes of a folder; FileNotFoundError where there are none."
     path = Path(path)
     if path.absolute().parent.name != "evals": return open_run(path)
-    if not list(path.glob("episodes*.jsonl")): raise FileNotFoundError(f"{path} has no episodes.jsonl: it is no evaluation")
+    if not list(path.glob("episodes*.jsonl")):
+        raise FileNotFoundError(f"{path} has no episodes.jsonl: it is no evaluation")
     return Measured(path, path if (path/"stream.json").exists() else path.absolute().parents[1])
 
 def write_tables(r:Reached)->list:
     "Write matrix and metrics as CSV; the files. ValueError where no task knows success."
-    if r.matrix is None: raise ValueError(f"{r.run.path} has no episodes of tasks that know success, so there is no matrix to write")
+    if r.matrix is None:
+        raise ValueError(f"{r.run.path} has no episodes of tasks that know success, so there is no matrix to write")
     files = [r.run.path/"matrix.csv", r.run.path/"metrics.csv"]
     pd.DataFrame(r.matrix.R, index=list(r.stages), columns=list(r.tasks)).to_csv(files[0])
     r.metrics.drop(columns="formula").to_csv(files[1], index=False)
@@ -289,8 +305,10 @@ def recovered(
     probes = probe_run(path)
     known = [p for p in probes if p["old"]]   # what was never done cannot come back
     percent = 100*savings_of(known) if known else float("nan")
-    said = f"savings: {percent:.0f} percent of the updates that fresh weights need" if known else "no earlier task had any success to come back to"
-    return dict(recovery=probes, savings=finite(percent)),"\n".join([probe_table(probes).round(0).to_string(index=False), said])
+    said = (f"savings: {percent:.0f} percent of the updates that fresh weights need" if known
+            else "no earlier task had any success to come back to")
+    return dict(recovery=probes,
+                savings=finite(percent)),"\n".join([probe_table(probes).round(0).to_string(index=False), said])
 
 # %% ../../nbs/command/01_runs.ipynb #fe021991
 def audited(words:Words)->tuple:
@@ -311,7 +329,8 @@ def asked(
 )->tuple:
     "Ask a stream the four questions; what JSON says, and the text."
     folder = o.folder or f"runs/validity-{stream_name(suite)}"
-    if o.seeds < 1 or o.parallel < 1: raise ValueError(f"seeds and parallel are whole numbers from 1, found {o.seeds} and {o.parallel}")
+    if o.seeds < 1 or o.parallel < 1:
+        raise ValueError(f"seeds and parallel are whole numbers from 1, found {o.seeds} and {o.parallel}")
     plan = plan_text(runs_of(suite, folder, o.seeds, **settings))
     if o.dry: return dict(plan=plan, folder=folder),plan
     found = audit_stream(suite, folder, o.seeds, o.parallel, lambda line: print(line, flush=True), **settings)
@@ -326,7 +345,8 @@ def serve(
     server = PolicyServer(run, o.seed, o.device, o.cameras, o.trust)
     with serving(server, o.host, o.port) as address:
         print(f"listening at {address}; Ctrl-C ends it", flush=True)
-        if o.host not in ("127.0.0.1", "localhost", "::1"): print(f"whoever reaches {o.host} may ask this policy", flush=True)
+        if o.host not in ("127.0.0.1", "localhost", "::1"):
+            print(f"whoever reaches {o.host} may ask this policy", flush=True)
         threading.Event().wait()
 
 # %% ../../nbs/command/01_runs.ipynb #46532e3c
@@ -339,7 +359,8 @@ def state_text(
     now = run.position if status in ("starting", "running") else {}
     left = now and run.left
     if status == "interrupted": status += f": {run.folder.interruption}"
-    return "\n".join(filter(None, [f"{run.path}: {status}", bars(now) if now else "", f"time left: {left}" if left else "",
+    return "\n".join(filter(None, [f"{run.path}: {status}", bars(now) if now else "", f"time left: {left}" if left
+                                   else "",
                                    *results_text(run, digits)]))
 
 def results_text(run:Run, digits:bool=False)->list:
@@ -376,7 +397,8 @@ def watch(
 def say_news(run:Run, said:tuple, out)->tuple:
     "Print tenth and matrix where they are not those that were said, and return what has been said now."
     now,left,matrix = run.position,run.left,said[1]
-    tenth = f"{now['phase']} {now.get('task', '')} {10*now['done']//max(1, now['total'])*10:.0f} %" if now else run.status
+    tenth = (f"{now['phase']} {now.get('task', '')} {10*now['done']//max(1, now['total'])*10:.0f} %" if now
+             else run.status)
     if tenth == said[0]: return said
     print(f"{tenth}, time left: {left}" if left else tenth, file=out, flush=True)
     # an evaluation changes the matrix with each episode: what it measured is said when training goes on

@@ -43,15 +43,19 @@ def search_from(
 )->Search:
     "A checked search; ValueError for one that cannot be meant."
     names = [f.name for f in fields(Search)]
-    if wrong := [k for k in said if k not in names]: raise ValueError(f"search: unknown entry {wrong[0]!r}{closest(wrong[0], names)}")
+    if wrong := [k for k in said if k not in names]:
+        raise ValueError(f"search: unknown entry {wrong[0]!r}{closest(wrong[0], names)}")
     if not isinstance(said.get("ranges"), dict) or not said["ranges"]:
         raise ValueError("search: expected ranges, as in ranges: {lr: {low: 1e-4, high: 1e-2, log: true}}")
     search = Search(**said)
     for k,least in dict(trials=1, starts=1, seed=0, at_once=1, first_trial=0).items():
-        if type(v := getattr(search, k)) is not int or v < least: raise ValueError(f"search: {k} is {v!r}, expected a number, {least} or more")
+        if type(v := getattr(search, k)) is not int or v < least:
+            raise ValueError(f"search: {k} is {v!r}, expected a number, {least} or more")
     last = search.first_trial+search.starts-1
     if {use_of(search.first_trial)[0], use_of(last)[0]} != {"selection"}:
-        raise ValueError(f"search: starts {search.first_trial} to {last} are not those for selection; settings chosen on starts that are reported "
+        raise ValueError(
+            f"search: starts {search.first_trial} to {last} are not those for selection; settings chosen on starts "
+            f"that are reported "
                          "would look better than they are. Leave first_trial out")
     for k,v in search.ranges.items(): check_range(k, v)
     return search
@@ -63,8 +67,11 @@ def check_range(name:str, said):
     if isinstance(said, list) and said and all(isinstance(v, (str, bool, int, float)) for v in said): return
     low,high,step = (said.get(k, 1) for k in ("low", "high", "step")) if isinstance(said, dict) else (None,)*3
     known = isinstance(said, dict) and {"low", "high"} <= said.keys() <= {"low", "high", "log", "step"}
-    if known and all(map(number, (low, high, step))) and low < high and step > 0 and (not said.get("log") or low > 0 and "step" not in said): return
-    raise ValueError(f"search: {name} is {said!r}, expected choices, as in [er, mir], or {{low: 1, high: 9}}, with log: true (low above 0) or a step")
+    if known and all(map(number, (low, high, step))) and low < high and step > 0 and (not said.get("log") or low > 0
+                                                                                      and "step" not in said): return
+    raise ValueError(
+        f"search: {name} is {said!r}, expected choices, as in [er, mir], or {{low: 1, high: 9}}, with log: true (low "
+        f"above 0) or a step")
 
 # %% ../../nbs/command/09_search.ipynb #fe946e0a
 def space_of(search:Search)->dict: # setting -> a distribution of Optuna
@@ -87,7 +94,8 @@ def propose(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space,first = space_of(search),max(2, search.trials//4)
     def sampler(k):
-        return optuna.samplers.TPESampler(seed=int(np_rng(search.seed, "search", k).integers(2**31)), n_startup_trials=first)
+        return optuna.samplers.TPESampler(seed=int(np_rng(search.seed, "search", k).integers(2**31)),
+                                          n_startup_trials=first)
     study = optuna.create_study(direction="maximize", sampler=sampler(0))
     for params,score in known: study.add_trial(optuna.create_trial(params=params, distributions=space, value=score))
     found = []
@@ -123,9 +131,11 @@ def evaluation_of(
     n_trials:int, first_trial:int
 )->Entry:
     "The evaluation of a run's last checkpoint, as an entry that comes after it."
-    own = dict(run_dir=str(Path(folder).resolve()/run.folder), n_trials=n_trials, first_trial=first_trial, last_only=True,
+    own = dict(run_dir=str(Path(folder).resolve()/run.folder), n_trials=n_trials, first_trial=first_trial,
+               last_only=True,
                n_workers=run.given.get("n_workers", 0))
-    return Entry(number, f"{run.name}-{name}", "eval_cl", own, given_of(Sweep("eval_cl"), "eval_cl", "", own, {}, len), after=[run.number])
+    return Entry(number, f"{run.name}-{name}", "eval_cl", own, given_of(Sweep("eval_cl"), "eval_cl", "", own, {}, len),
+                 after=[run.number])
 
 def score_of(queue:Queue, entry:Entry)->float:
     "Mean success over starts and the tasks that were trained of an evaluation that is done."
@@ -140,22 +150,28 @@ def begin_search(
 )->Queue:
     "Its queue, as far as it has come; ValueError before anything is written."
     if wrong := [k for k in TAKEN if k in {**sweep.shared, **said, **search.ranges}]:
-        raise ValueError(f"{wrong[0]} is given, and a search gives it: runs are scored on starts for selection, and reported once; leave it out")
+        raise ValueError(
+            f"{wrong[0]} is given, and a search gives it: runs are scored on starts for selection, and reported "
+            f"once; leave it out")
     if sweep.grid or sweep.list or sweep.parts or sweep.experiment != "run_cl":
         raise ValueError("a search has no grid, list or parts, and its experiment is run_cl; give it a file of its own")
     require("optuna", "search")
     folder = Path(cfg.folder or sweep.folder or f"runs/{sweep.name}").resolve()
-    ends = lambda k: {name: said[k] if isinstance(said, list) else said["high" if k else "low"] for name,said in search.ranges.items()}
+    ends = lambda k: {name: said[k] if isinstance(said, list) else said["high" if k else "low"]
+                      for name,said in search.ranges.items()}
     probes = [trial_entries(sweep, search, said, folder, ends(k), 0, print if k else len)[:1] for k in (0, -1)]
     for probe in probes: check_entries(Queue(folder, probe, cfg.patience))
-    about = dict(search=json.loads(json.dumps(asdict(search))), trained=json.loads(json.dumps({k: v for k,v in probes[0][0].given.items() if k not in search.ranges})))
+    about = dict(search=json.loads(json.dumps(asdict(search))),
+                 trained=json.loads(json.dumps({k: v for k,v in probes[0][0].given.items() if k not in search.ranges})))
     queue = Queue(folder, [], cfg.patience, about)
     if not (folder/"sweep.json").exists():
         queue.check()
         return queue
     begun = Queue.open(folder, cfg.patience)
     if wrong := [k for k in about if begun.about.get(k) != about[k]]:
-        raise ValueError(f"{folder} belongs to another search ({wrong[0]} differs): one that goes on with more trials or other ranges after its best was "
+        raise ValueError(
+            f"{folder} belongs to another search ({wrong[0]} differs): one that goes on with more trials or other "
+            f"ranges after its best was "
                          "reported would choose with that in view; choose another folder")
     return begun
 
@@ -187,7 +203,8 @@ def _with_trials(queue:Queue, sweep, search:Search, said:dict, todo:list)->Queue
     "The queue with the entries of some trials, where it lacks them."
     begun = [e.own for e in queue.entries]
     for params in todo:
-        if params not in begun: queue = _with(queue, trial_entries(sweep, search, said, queue.folder, params, len(queue.entries)))
+        if params not in begun:
+            queue = _with(queue, trial_entries(sweep, search, said, queue.folder, params, len(queue.entries)))
     return queue
 
 def _done(queue:Queue, cfg:SweepConfig, numbers:list, stop, say, show)->bool:
@@ -213,7 +230,8 @@ def _search(cfg, said, sweep, stop, say, show):
         if not todo or cfg.dry_run: break
         queue = _with_trials(queue, sweep, search, said, todo)
         runs = [e for e in queue.entries if e.own in todo]
-        if not _done(queue, cfg, [k for e in runs for k in (e.number, e.number+1)], stop, say, show): return queue,known,None
+        if not _done(queue, cfg, [k for e in runs for k in (e.number, e.number+1)], stop, say, show):
+            return queue,known,None
         for e in runs:
             scores[key_of(e.own)] = success = score_of(queue, queue.entries[e.number+1])
             append_jsonl(path, dict(entry=e.number, params=e.own, success=success))
@@ -221,7 +239,8 @@ def _search(cfg, said, sweep, stop, say, show):
     if cfg.dry_run: return queue,known,None
     best = next(e for e in queue.entries if e.own == best_of(known)[0])
     if not queue.entries[-1].name.endswith("-report"):
-        queue = _with(queue, [evaluation_of(best, queue.folder, len(queue.entries), "report", best.given["n_trials"], 0)])
+        queue = _with(queue, [evaluation_of(best, queue.folder, len(queue.entries), "report",
+                                            best.given["n_trials"], 0)])
     report = queue.entries[-1]
     return queue,known,report if _done(queue, cfg, [report.number], stop, say, show) else None
 
@@ -231,7 +250,8 @@ def swept(
 )->tuple:      # what JSON says; the text; exit status
     "Do a sweep, or the search that its file asks for."
     file = str(given.get("file", ""))
-    if not file or (Path(file)/"sweep.json").is_file() or not (sweep := read_sweep(file)).search: return sweeps.swept(given)
+    if not file or (Path(file)/"sweep.json").is_file() or not (sweep := read_sweep(file)).search:
+        return sweeps.swept(given)
     cfg,said = parted(given)
     queue,known,report = do_search(cfg, said, sweep, say=lambda line: print(line, flush=True))
     found = dict(folder=str(queue.folder), trials=[dict(params=params, success=success) for params,success in known])

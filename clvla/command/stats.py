@@ -49,11 +49,14 @@ def look_at(
 )->dict:           # path, file, frames, state, wrong, lerobot
     "How a file of statistics stands against the frames; FileNotFoundError where there is neither."
     path = Path(folder)
-    if not path.is_dir(): raise FileNotFoundError(f"{folder} is no folder; expected a LeRobot data set, frame stores or a run")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; expected a LeRobot data set, frame stores or a run")
     file,stores = path/STATS_FILE,stores_at(path)
     if not stores and not file.is_file():
-        raise FileNotFoundError(f"{folder} has neither frames (meta/info.json of LeRobot, or frame stores) nor {STATS_FILE}")
-    found = dict(path=str(path), file=str(file), frames=sum(len(s.state) for s in stores), wrong=[], lerobot=[], stats={})
+        raise FileNotFoundError(
+            f"{folder} has neither frames (meta/info.json of LeRobot, or frame stores) nor {STATS_FILE}")
+    found = dict(path=str(path), file=str(file), frames=sum(len(s.state) for s in stores), wrong=[], lerobot=[],
+                 stats={})
     if not stores: return found|dict(state="checked", stats=read_stats(file))
     new = compute_stats(stores)
     found |= dict(stats=new, lerobot=lerobots_own(path, new))
@@ -67,13 +70,20 @@ def look_at(
 # %% ../../nbs/command/08_stats.ipynb #134310ed
 def told(found:dict)->str:
     "The same for a terminal."
-    says = dict(right="says what the frames say", differs="differs from the frames", missing="is not there; --repair writes it",
-                written="was written as the frames say", checked="is well formed; there are no frames here to hold it against")
+    says = dict(right="says what the frames say", differs="differs from the frames",
+                missing="is not there; --repair writes it",
+                written="was written as the frames say",
+                checked="is well formed; there are no frames here to hold it against")
     lines = [f"{found['file']} {says[found['state']]}"+(f"; {found['frames']} frames" if found["frames"] else "")]
-    if found["wrong"]: lines.append(f"  {'it had' if found['state'] == 'written' else 'it has'} other values in {', '.join(found['wrong'])}")
-    if found["lerobot"]: lines.append(f"  LeRobot's meta/stats.json has other values in {', '.join(found['lerobot'])}; clvla reads its own file, LeRobot that one")
+    if found["wrong"]:
+        lines.append(f"  {'it had' if found['state'] == 'written' else 'it has'} other values "
+                     f"in {', '.join(found['wrong'])}")
+    if found["lerobot"]:
+        lines.append(f"  LeRobot's meta/stats.json has other values in {', '.join(found['lerobot'])}; clvla reads "
+                     f"its own file, LeRobot that one")
     for key,s in found["stats"].items():
         still = [i for i,flag in enumerate(s["constant"]) if flag]
         lines.append(f"  {key}: {len(s['mean'])} numbers"+(f", of which {still} never move" if still else ""))
-        lines.append("    mean "+" ".join(f"{v:.3g}" for v in s["mean"])+"; deviation "+" ".join(f"{v:.3g}" for v in s["std"]))
+        lines.append("    mean "+" ".join(f"{v:.3g}" for v in s["mean"])+"; deviation "
+                     +" ".join(f"{v:.3g}" for v in s["std"]))
     return "\n".join(lines)

@@ -56,7 +56,8 @@ def parted(
     for k,least in dict(parallel=0, patience=1, parts=0).items():
         if getattr(cfg, k) < least: raise ValueError(f"{k} must be {least} or more, found {getattr(cfg, k)}")
     if not cfg.file and not cfg.grid and not cfg.parts:
-        raise ValueError("expected the file of a sweep, or a grid as in --grid 'algo=er,mir;seed=0..9'; see clvla sweep --help")
+        raise ValueError(
+            "expected the file of a sweep, or a grid as in --grid 'algo=er,mir;seed=0..9'; see clvla sweep --help")
     said = {k: v for k,v in given.items() if k not in own}
     load_plugins(value_of("plugins", said.get("plugins", []), list))   # they may bring an engine
     if cfg.engine not in engines: engines[cfg.engine]   # ValueError; asking for a right one would import it
@@ -93,13 +94,15 @@ def queue_of(
     "The sweep that a command means; ValueError where it cannot be one. Nothing is written."
     if cfg.file and (Path(cfg.file)/"sweep.json").is_file():
         if extra := [*said, *(k for k in ("grid", "experiment", "folder", "parts") if getattr(cfg, k))]:
-            raise ValueError(f"{cfg.file} is a sweep that was begun, and {extra[0]} belongs to its beginning; leave it out")
+            raise ValueError(
+                f"{cfg.file} is a sweep that was begun, and {extra[0]} belongs to its beginning; leave it out")
         return Queue.open(cfg.file, cfg.patience)
     if cfg.file and cfg.grid: raise ValueError("expected a file or a grid, found both; a grid may stand in the file")
     sweep = read_sweep(cfg.file) if cfg.file else Sweep(grid=cfg.grid)
     if cfg.experiment: sweep.experiment = cfg.experiment
     if cfg.parts: sweep.parts = cfg.parts
-    if sweep.search: raise ValueError(f"{cfg.file} is a search, which the command clvla sweep {cfg.file} does, and no page")
+    if sweep.search:
+        raise ValueError(f"{cfg.file} is a search, which the command clvla sweep {cfg.file} does, and no page")
     entries = entries_of(sweep, said, say)
     digest = hashlib.sha256(json.dumps([asdict(e) for e in entries], sort_keys=True).encode()).hexdigest()[:8]
     folder = cfg.folder or sweep.folder or f"runs/{sweep.name or f'sweep-{digest}'}"
@@ -185,7 +188,8 @@ def do_entries(
         shown["at"] = time.monotonic()
     def on_end(entry, end): say(f"{entry}: {end['state']}"+f", {end.get('error', '')}"*(end["state"] == "failed"))
     each = max((getattr(c, "num_processes", 1) or 1 for c in cfgs.values()), default=1)
-    plan = Plan(cfg.parallel, chosen, cfg.again or chosen is not None, cfg.engine_kw, gpus_for(cfgs.values()), on_end, look, each,
+    plan = Plan(cfg.parallel, chosen, cfg.again or chosen is not None, cfg.engine_kw, gpus_for(cfgs.values()), on_end,
+                look, each,
                 nodes_for(cfgs, cfg.engine))
     with nullcontext(stop) if stop else StopFlag() as stop: engines[cfg.engine](queue, begin_entry, plan, stop)
 
@@ -199,12 +203,16 @@ def nodes_for(
     wanted = {k: m if isinstance(m := getattr(c, "machines", ""), int) and m > 1 else 1 for k,c in cfgs.items()}
     n,few = max(wanted.values(), default=1),min(wanted, key=wanted.get, default=0)
     if wanted.get(few, n) != n:
-        raise ValueError(f"entry {few} wants {wanted[few]} of SLURM's nodes, and others {n}; a job of SLURM has one number of them, so "
+        raise ValueError(
+            f"entry {few} wants {wanted[few]} of SLURM's nodes, and others {n}; a job of SLURM has one number of "
+            f"them, so "
                          "make two sweeps, with different `machines`")
     if n > 1 and engine == "local" and not env.get("SLURM_JOB_ID"):
-        raise ValueError(f"machines is {n}, nodes that SLURM chooses, and this command is in none of its jobs; use --engine slurm, "
+        raise ValueError(
+            f"machines is {n}, nodes that SLURM chooses, and this command is in none of its jobs; use --engine slurm, "
                          "or name the hosts, as in machines 'alpha,beta'")
-    if n > 1 and engine == "ray": raise ValueError(f"machines is {n}, and engine 'ray' has one machine for each entry; use engine slurm")
+    if n > 1 and engine == "ray":
+        raise ValueError(f"machines is {n}, and engine 'ray' has one machine for each entry; use engine slurm")
     return n
 
 def gpus_for(

@@ -13,7 +13,8 @@ from pathlib import Path
 from ..core.files import places_of, settings_file
 
 # %% ../../nbs/command/00_words.ipynb #aabaff6f
-PAGES = dict(run="run_cl", practice="run_rl", agents="run_crl", eval="eval_cl", compare="compare", audit="audit", sweep="sweep")
+PAGES = dict(run="run_cl", practice="run_rl", agents="run_crl", eval="eval_cl", compare="compare", audit="audit",
+             sweep="sweep")
 
 def page_file(
     command:str # a key of `PAGES`
@@ -45,14 +46,16 @@ def parameters_of(
     found,last = {},None
     for line in parameters_cell(page).splitlines():
         if m := re.match(r"(\w+) = (.*?)\s+# (.*)", line): found[last := m[1]] = m[2],m[3]
-        elif last and (m := re.match(r"\s+# (.*)", line)): found[last] = found[last][0],f"{found[last][1]} {m[1]}"   # goes on
+        elif last and (m := re.match(r"\s+# (.*)", line)):
+            found[last] = found[last][0],f"{found[last][1]} {m[1]}"   # goes on
     return {k: v for k,v in found.items() if not k.startswith("_")}
 
 # %% ../../nbs/command/00_words.ipynb #9c135364
 SHORT = ("-p", "-r", "--parameters", "--parameters_raw")   # NAME VALUE, as papermill has them
 FILE = ("-f", "--parameters_file")                         # FILE
 
-BARE = dict(eval="run_dir", compare="runs", audit="results", sweep="file")   # command -> the parameter that words without a name give
+# command -> the parameter that words without a name give
+BARE = dict(eval="run_dir", compare="runs", audit="results", sweep="file")
 
 @dataclass
 class Words:
@@ -68,8 +71,10 @@ class Words:
         single = name in ("run_dir", "file")
         if name is None or single and len(self.others) > 1:
             word = self.others[0 if name is None else 1]
-            raise ValueError(f"expected names and values, found {word!r}; write --suite {word}, or see clvla {command} --help")
-        if name in self.given: raise ValueError(f"{name} is given twice: {self.given[name]!r}, and {' '.join(self.others)}")
+            raise ValueError(
+                f"expected names and values, found {word!r}; write --suite {word}, or see clvla {command} --help")
+        if name in self.given:
+            raise ValueError(f"{name} is given twice: {self.given[name]!r}, and {' '.join(self.others)}")
         return self.given | {name: self.others[0] if single else list(self.others)}
 
     def add(self, name:str, text:str):

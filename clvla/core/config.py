@@ -51,7 +51,8 @@ def long_form(
     algo,cl = config.get("algo", "imitation"),config.get("cl", "")
     if not isinstance(algo, str) or not isinstance(cl, str): return config   # refused where types are checked
     if algo not in ("imitation", cl) and cl != "":
-        raise ValueError(f"algo is {algo!r} and cl is {cl!r}, and in imitation both name the method against forgetting; give it "
+        raise ValueError(
+            f"algo is {algo!r} and cl is {cl!r}, and in imitation both name the method against forgetting; give it "
                          "once, as cl")
     if algo != "imitation": cl = algo
     config = config | dict(algo="imitation", cl="sequential" if cl == "none" else cl)
@@ -120,8 +121,10 @@ def read_cost(
         cost = read_entries(path, parts | dict(peak_memory_gb=(int, float)), optional=[*parts, "peak_memory_gb"][1:])
         for name in parts.keys() & cost.keys():
             entries(cost[name], dict.fromkeys(cost[name], (int, float)), repr(name))
-            if not all(map(math.isfinite, cost[name].values())): raise ValueError(f"{name!r} has a number that is not finite")
-    except ValueError as e: raise ValueError(f"{path} is not what a run writes ({e}); remove it, and seconds are counted anew") from e
+            if not all(map(math.isfinite, cost[name].values())):
+                raise ValueError(f"{name!r} has a number that is not finite")
+    except ValueError as e:
+        raise ValueError(f"{path} is not what a run writes ({e}); remove it, and seconds are counted anew") from e
     return dict(peak_memory_gb=0.) | cost
 
 # %% ../../nbs/core/03_config.ipynb #c03a0002

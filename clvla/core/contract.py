@@ -70,7 +70,8 @@ def raised(
     if who.startswith("clvla.") and isinstance(e, KNOWN): raise e
     where = f" (in {who}; expected {expected})"
     if isinstance(e, SystemExit): raise RuntimeError(f"sys.exit was called with status {e.code}{where}") from e
-    if len(e.args) < 2 and all(isinstance(arg, str) for arg in e.args): e.args = f"{e.args[0] if e.args else 'no message'}{where}",
+    if len(e.args) < 2 and all(isinstance(arg, str) for arg in e.args):
+        e.args = f"{e.args[0] if e.args else 'no message'}{where}",
     if where in str(e): raise e
     cls = next((c for c in KNOWN if isinstance(e, c)), RuntimeError)
     error = cls(f"{e}{where}" if type(e) is cls else f"{type(e).__name__}: {e}{where}")

@@ -134,7 +134,9 @@ def reserve(
         except OSError as e:
             free = shutil.disk_usage(Path(path).parent).free
             os.unlink(path)
-            raise os_error(f"could not reserve {n/1e9:.3g} GB for {path}: {system_message(e)}; {free/1e9:.3g} GB are free there", e) from e
+            raise os_error(
+                f"could not reserve {n/1e9:.3g} GB for {path}: {system_message(e)}; {free/1e9:.3g} GB are free there",
+                           e) from e
 
 # %% ../../nbs/core/02_files.ipynb #7b894817
 def bus_error()->str:
@@ -142,7 +144,8 @@ def bus_error()->str:
     data = Path(os.environ.get("CLVLA_DATA") or "~/.cache/clvla")
     places = {"/dev/shm", tempfile.gettempdir(), os.getcwd(), str(data) if data.is_absolute() else os.getcwd()}
     free = ", ".join(f"{shutil.disk_usage(p).free/1e9:.3g} GB in {p}" for p in sorted(places) if Path(p).is_dir())
-    return (f"a file in its memory was cut off or found no space: make some where a disk or /dev/shm is full (free: {free}); or native "
+    return (f"a file in its memory was cut off or found no space: make some where a disk or /dev/shm is full "
+            f"(free: {free}); or native "
             "code crashed while drawing: set MUJOCO_GL to osmesa, or to egl")
 
 # %% ../../nbs/core/02_files.ipynb #9d62be25
@@ -153,7 +156,9 @@ def expanded(
     "A path without ~; ValueError where the user has no home folder."
     try: return Path(path).expanduser()
     except RuntimeError as e:
-        raise ValueError(f"{name} is {str(path)!r}, and this user has no home folder (neither $HOME nor an entry in passwd); set HOME, or "
+        raise ValueError(
+            f"{name} is {str(path)!r}, and this user has no home folder (neither $HOME nor an entry in passwd); set "
+            f"HOME, or "
                          "give another folder: CLVLA_DATA or data_dir for data") from e
 
 def data_folder(

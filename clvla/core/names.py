@@ -19,7 +19,8 @@ PROMPT = "task"                      # list of B instructions
 TASK_ID = "task_id"                  # list of B task ids
 INDEX = "index"                      # int64 (B,), frame number inside its task's frame store
 N_ACTIONS = "n_actions"              # int64 (B,), only where actions are discrete: 0..n_actions-1 of each sample
-FEATURES = "features."               # (B,M,D), what an encoder made of a camera's picture, in the picture's place: page cl/mlr
+# (B,M,D), what an encoder made of a camera's picture, in the picture's place: page cl/mlr
+FEATURES = "features."
 
 # %% ../../nbs/core/00_names.ipynb #91dad9e8
 def closest(
@@ -28,7 +29,8 @@ def closest(
 )->str:        # "; did you mean ...?" or the list of names
     "The end of an error message for a name that does not exist."
     near = difflib.get_close_matches(str(name), [str(k) for k in known], 3, .5)
-    swapped = [k for k in near if sorted(k) == sorted(str(name))]   # letters that changed places: "mri" is mir sooner than mlr
+    # letters that changed places: "mri" is mir sooner than mlr
+    swapped = [k for k in near if sorted(k) == sorted(str(name))]
     return f"; did you mean {(swapped or near)[0]!r}?" if near else f"; there are: {', '.join(map(str, known))}"
 
 # %% ../../nbs/core/00_names.ipynb #e1a0b002
@@ -48,7 +50,8 @@ def at_place(
     where:str # "module:name"
 ):            # what stands there
     "Import an entry; ValueError when the module has no such name, or for a text that is no place."
-    if not _is_place(where): raise ValueError(f"{where!r} is no place; give a module and a name in it, as in 'my_lab.arm:plan'")
+    if not _is_place(where):
+        raise ValueError(f"{where!r} is no place; give a module and a name in it, as in 'my_lab.arm:plan'")
     module,_,name = where.partition(":")
     try: return getattr(importlib.import_module(module), name)
     except AttributeError as e: raise ValueError(f"{where!r}: module {module} has no {name!r}") from e

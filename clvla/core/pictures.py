@@ -41,7 +41,8 @@ def channels_last(
     found = [o for o,axis in zip(ORDERS, (-1, 0)) if x.ndim == 3 and x.shape[axis] in CHANNELS]
     if order is not None: found = [o for o in found if o == order]
     if not found:
-        raise ValueError(f"{where}: an array of shape {x.shape} is no picture; expected (h,w,3) or (3,h,w) with 1, 3 or "
+        raise ValueError(
+            f"{where}: an array of shape {x.shape} is no picture; expected (h,w,3) or (3,h,w) with 1, 3 or "
                          f"4 channels{f', in the order {order!r}' if order else ''}")
     if len(found) > 1:
         raise ValueError(f"{where}: in a picture of shape {x.shape} the first and the last axis could be the channels; "
@@ -54,7 +55,8 @@ def _span(x:np.ndarray, where, span)->tuple:
     if span is not None: return span
     if x.dtype.kind == "f": return 0,1
     if x.dtype == np.uint16 or x.shape[-1] == 1:
-        raise ValueError(f"{where}: a picture of {x.dtype} with {x.shape[-1]} channel(s), values {x.min()}..{x.max()}; it "
+        raise ValueError(
+            f"{where}: a picture of {x.dtype} with {x.shape[-1]} channel(s), values {x.min()}..{x.max()}; it "
                          "may be depth, or have 10, 12 or 16 bits. Give uint8, or say the ends of its values as `span`")
     return 0,255
 
@@ -69,7 +71,8 @@ def as_bytes(
         raise ValueError(f"{where}: a picture of {x.dtype}, expected uint8 in 0..255, or floats in 0..1")
     a,b = _span(x, where, span)
     if not np.isfinite([a, b]).all() or not a < b:
-        raise ValueError(f"{where}: the values of a picture go from {a} to {b}; expected two finite numbers, the lower one first")
+        raise ValueError(
+            f"{where}: the values of a picture go from {a} to {b}; expected two finite numbers, the lower one first")
     low,high = x.min(),x.max()
     if not (a <= low and high <= b):   # also when a value is NaN
         raise ValueError(f"{where}: a picture of {x.dtype} with values {low}..{high}, expected {a}..{b}; give uint8 in "

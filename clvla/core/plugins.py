@@ -32,12 +32,14 @@ class _Source(importlib.machinery.SourceFileLoader):
 
 def _load_file(path:Path)->Plugin:
     "Import one file under a name that its contents give."
-    if not path.is_file(): raise ValueError(f"plugin {str(path)!r}: there is no such file; give the path of a .py file, "
+    if not path.is_file():
+        raise ValueError(f"plugin {str(path)!r}: there is no such file; give the path of a .py file, "
                                             "or the name of an installed module")
     digest = sha256(path)
     module = f"clvla_plugin_{path.stem}_{digest[:12]}"
     if module not in sys.modules:
-        older = re.compile(rf"clvla_plugin_{re.escape(path.stem)}_[0-9a-f]{{12}}").fullmatch   # my_algo.py is no older my.py
+        # my_algo.py is no older my.py
+        older = re.compile(rf"clvla_plugin_{re.escape(path.stem)}_[0-9a-f]{{12}}").fullmatch
         for other in [name for name in sys.modules if older(name)]: _forget(other)
         spec = importlib.util.spec_from_file_location(module, path, loader=_Source(module, str(path)))
         sys.modules[module] = importlib.util.module_from_spec(spec)
@@ -60,7 +62,8 @@ def _import(name:str, module:str, run):
     _registered[module] = {registry.what for _,registry,_ in Registry.added[start:]}
     if error is None: return
     _forget(module)
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.name == "<module>" and f.filename.endswith(".py")]
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.name == "<module>"
+             and f.filename.endswith(".py")]
     where = f" (line {lines[-1].lineno} of {Path(lines[-1].filename).name})" if lines else ""
     raise ValueError(f"plugin {name!r} cannot be imported: {type(error).__name__}: {error}{where}; mend the plugin, or "
                      "leave it out of `plugins`") from error
@@ -103,11 +106,14 @@ def load_plugins(
 def _check_stems(names):
     "ValueError for two different files of one name, of which the second would be taken for a newer version of the first."
     there = {}
-    for path in [Path(name).expanduser().resolve() for name in names if isinstance(name, Path) or isinstance(name, str) and is_file(name)]:
+    for path in [Path(name).expanduser().resolve() for name in names if isinstance(name, Path) or isinstance(name, str)
+                 and is_file(name)]:
         if not path.is_file(): continue   # named by `_load_file`
         other = there.setdefault(path.stem, path)
         if other != path and sha256(other) != sha256(path):
-            raise ValueError(f"plugins {str(other)!r} and {str(path)!r} have one name, and the second would take the place of the first; "
+            raise ValueError(
+                f"plugins {str(other)!r} and {str(path)!r} have one name, and the second would take the place of the "
+                f"first; "
                              "rename one of the files")
 
 def is_file(name:str)->bool:

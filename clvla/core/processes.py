@@ -74,7 +74,8 @@ def memory_gb()->float:
 def core_seconds()->float:
     "Seconds that cores computed for this process and all that it has started (Linux; elsewhere without those that still run)."
     ended = os.times()
-    return time.process_time() + ended.children_user + ended.children_system + sum(map(_core_seconds, descendants(os.getpid())))
+    return (time.process_time() + ended.children_user + ended.children_system
+            + sum(map(_core_seconds, descendants(os.getpid()))))
 
 def _core_seconds(pid:int)->float:
     "Seconds of a process and of its own ended children; 0 when it is gone."

@@ -59,7 +59,8 @@ def read_jsonl(
     try: *lines,torn = path.read_bytes().split(b"\n")
     except FileNotFoundError: return []
     if torn: say(f"{path.name}: the last line is torn (a crash while writing) and is left out")
-    sealed = next((number for number,line in enumerate(lines) if b'"crc32": ' in line[-24:]), len(lines))   # older lines have no checksum
+    # older lines have no checksum
+    sealed = next((number for number,line in enumerate(lines) if b'"crc32": ' in line[-24:]), len(lines))
     return [_record(path, number, line, number > sealed) for number,line in enumerate(lines, 1)]
 
 NEEDED = dict(episodes=("stage", "step", "task", "trial", "success"), log=("stage",))  # file -> what its records have
@@ -71,10 +72,13 @@ def _record(path:Path, number:int, line:bytes, sealed:bool)->dict:
     if isinstance(record, dict) and all(k in record for k in needed):
         return {sys.intern(k): v for k,v in record.items()}   # a hundred thousand records share the names of their keys
     rest = ("the run plays that episode again, or takes it from its newest checkpoint (episodes.json)"
-            if path.name.startswith("episodes") else "the run takes it from its newest checkpoint (log.jsonl), and where that lacks it, "
+            if path.name.startswith("episodes")
+            else "the run takes it from its newest checkpoint (log.jsonl), and where that lacks it, "
             "one point of the curves is missing")
     command = shlex.join(["sed", "-i", f"{number}d", str(path)])
-    raise ValueError(f"line {number} of {path} is damaged: {line[:60].decode(errors='replace')!r} is no record, or was changed after it was written. "
+    raise ValueError(
+        f"line {number} of {path} is damaged: {line[:60].decode(errors='replace')!r} is no record, or was changed "
+        f"after it was written. "
                      f"Take it out ({command}) and start the same command again; {rest}")
 
 # %% ../../nbs/core/08_records.ipynb #a8689c55

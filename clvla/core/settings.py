@@ -86,7 +86,8 @@ class Passed:
         *without:str # those that it is not given
     ):
         self.cls,self.without = cls,without
-        if unknown := {*without}-{*arguments_of(cls)}: raise TypeError(f"{cls.__name__} has no argument {', '.join(sorted(unknown))} to leave out")
+        if unknown := {*without}-{*arguments_of(cls)}:
+            raise TypeError(f"{cls.__name__} has no argument {', '.join(sorted(unknown))} to leave out")
 
     def parameters(self)->list:   # of `inspect.Parameter`, by name alone
         return [p.replace(kind=p.KEYWORD_ONLY) for k,p in arguments_of(self.cls).items() if k not in self.without]
@@ -118,7 +119,8 @@ def settled(
     defaults = {k: p.default for k,p in params.items() if p.default is not p.empty}
     kinds = {k: p.annotation for k,p in params.items() if isinstance(p.annotation, Setting)}
     if not kinds:
-        raise TypeError(f"no argument of {init.__qualname__} has a Setting as its annotation; write one, as in lam:Number(0)=1., "
+        raise TypeError(
+            f"no argument of {init.__qualname__} has a Setting as its annotation; write one, as in lam:Number(0)=1., "
                         "and no `from __future__ import annotations`, which turns it into text")
     @wraps(init)
     def __init__(self, *args, **kw):

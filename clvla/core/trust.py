@@ -34,7 +34,8 @@ def user_key(
     try: facts,key = os.stat(path, follow_symlinks=False),path.read_bytes()
     except OSError: return None
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or len(key) != 32:
-        raise ValueError(f"{path} is not a key that this user alone can read (32 bytes, mode 0600); remove it, and a new one is "
+        raise ValueError(
+            f"{path} is not a key that this user alone can read (32 bytes, mode 0600); remove it, and a new one is "
                          "drawn: runs with code of their own then need trust once more")
     return key
 
@@ -53,7 +54,8 @@ _PLACE = re.compile(r"\s*([^\W\d][\w.]*)\s*:.*", re.DOTALL)
 
 def _places(spec, kind:str, key:str="")->list:
     "The places in a specification that are no menu's."
-    if isinstance(spec, dict): return [p for k,v in spec.items() if k not in ("prompt", "task_id", "kind") for p in _places(v, kind, str(k))]
+    if isinstance(spec, dict):
+        return [p for k,v in spec.items() if k not in ("prompt", "task_id", "kind") for p in _places(v, kind, str(k))]
     if isinstance(spec, (list, tuple)): return [p for v in spec for p in _places(v, kind, key)]
     if not isinstance(spec, str): return []
     m = _PLACE.fullmatch(spec)
@@ -61,7 +63,8 @@ def _places(spec, kind:str, key:str="")->list:
     in_menu = m and (m[1].startswith("clvla.envs.") or key != "expert" and m[1] == kind)
     return [] if in_menu else [f"module {spec}"]
 
-_NO_SPECS = ("base", "name", "tasks", "without", "task_order", "probes", "budget", "layouts", "layout", "data", "source", "prompt")
+_NO_SPECS = ("base", "name", "tasks", "without", "task_order", "probes", "budget", "layouts", "layout", "data",
+             "source", "prompt")
 
 def code_of(
     value # as JSON gives it: a config, a stream, a part of one
@@ -72,8 +75,10 @@ def code_of(
         for k,v in x.items() if isinstance(x, dict) else enumerate(x):
             if k in ("env", "eval_env") and isinstance(v, (dict, list, tuple)):
                 found.update(_places(v, str(v.get("kind", "")) if isinstance(v, dict) else ""))
-            elif k in ("machines", "address", "policy_server") and isinstance(v, str) and v.strip(): found.add(f"host {v}")
-            elif in_suite and isinstance(x, dict) and isinstance(v, dict) and k not in _NO_SPECS: found.update(_places(v, str(k)))
+            elif k in ("machines", "address", "policy_server") and isinstance(v, str) and v.strip():
+                found.add(f"host {v}")
+            elif in_suite and isinstance(x, dict) and isinstance(v, dict) and k not in _NO_SPECS:
+                found.update(_places(v, str(k)))
             elif isinstance(v, (dict, list, tuple)): look(v, in_suite or k == "suite")
     if isinstance(value, (dict, list, tuple)): look(value)
     return sorted(found)
@@ -89,7 +94,8 @@ def _note(folder)->tuple:   # why it does not count ("" where it does), the sign
     if not path.is_file(): return "it holds no note of who began it",[]
     try: note = read_json(path)
     except (OSError, ValueError): note = None
-    if not isinstance(note, dict) or set(note) != {"folder", "code", "mac"} or not isinstance(note["mac"], str): return f"its {NOTE} is none",[]
+    if not isinstance(note, dict) or set(note) != {"folder", "code", "mac"} or not isinstance(note["mac"], str):
+        return f"its {NOTE} is none",[]
     try: key = user_key()
     except ValueError as e: return str(e),[]
     if key is None: return f"there is no key of this user to check its {NOTE} with (page core/trust)",[]
@@ -148,7 +154,8 @@ def claim(
     "Note what the user lets a folder name, so that going on with it asks nothing."
     if why := note_code(folder, code, new):
         approve(folder, code)
-        if new and code: say(f"{folder} cannot be marked as begun here ({why}); going on with it later needs -p trust True")
+        if new and code:
+            say(f"{folder} cannot be marked as begun here ({why}); going on with it later needs -p trust True")
 
 def plain(text:str, most:int=1000)->str:
     "Somebody's text for a message: on one line, and nothing in it moves a terminal's cursor."
@@ -160,7 +167,8 @@ def refusal(
 )->str:
     "The sentence that names what would have run, from where, and how to allow it."
     why = foreign(folder) or "it names more than when this user began it"
-    return (f"{folder} is data, not code: {why}, and this would run or follow {plain('; '.join(left))}; read that first, then allow "
+    return (f"{folder} is data, not code: {why}, and this would run or follow {plain('; '.join(left))}; read that "
+            f"first, then allow "
             f"it with -p trust True, or python -m clvla.run --trust {folder}")
 
 def check_stored(

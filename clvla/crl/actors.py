@@ -118,11 +118,15 @@ def check(self:Parallel, agent):
     "ValueError for an agent that these actors cannot play."
     if self.is_here: check_workers(self.n_actors, name="n_actors")
     if type(agent).acting is Agent.acting:
-        raise ValueError(f"algo {self.cfg.algo!r} names no network that actors could copy (`acting`); take runner 'sync'")
+        raise ValueError(
+            f"algo {self.cfg.algo!r} names no network that actors could copy (`acting`); take runner 'sync'")
     if self.ahead and not agent.off_policy:
-        raise ValueError(f"algo {self.cfg.algo!r} learns from steps of its own weights only; take runner 'parallel', whose actors wait for them")
+        raise ValueError(
+            f"algo {self.cfg.algo!r} learns from steps of its own weights only; take runner 'parallel', whose actors "
+            f"wait for them")
     if agent.n_envs % self.n_actors:
-        raise ValueError(f"n_envs is {agent.n_envs}, and {self.n_actors} actors cannot share that evenly; change n_envs or n_actors")
+        raise ValueError(
+            f"n_envs is {agent.n_envs}, and {self.n_actors} actors cannot share that evenly; change n_envs or n_actors")
 
 # %% ../../nbs/crl/14_actors.ipynb #c7e00033
 @patch
@@ -137,7 +141,8 @@ def lanes(self:Parallel, stage, agent, mark)->ActorLanes:
 @patch
 def copy_settings(self:Parallel, agent, E:int)->dict:
     "What an actor makes its copy of the agent from."
-    of_agent = dict(algo=self.cfg.algo, algo_kw=self.cfg.algo_kw, seed=self.cfg.seed, home=agent.home and str(agent.home))
+    of_agent = dict(algo=self.cfg.algo, algo_kw=self.cfg.algo_kw, seed=self.cfg.seed, home=agent.home
+                    and str(agent.home))
     return of_agent | dict(spaces=asdict(agent.spaces), E=E, engine=self.engine)
 
 @patch

@@ -38,7 +38,8 @@ def choose(
 
 # %% ../../nbs/crl/02_agent.ipynb #c720000c
 OBSERVED = "image","state","n_actions"
-LACKS = dict(features="an agent's network is asked for probabilities and a value alone", words="an agent hears no instruction",
+LACKS = dict(features="an agent's network is asked for probabilities and a value alone",
+             words="an agent hears no instruction",
              others="an agent plays the task under way alone", restart="an agent's optimizer goes on from task to task",
              demos="an agent learns from what it plays", ahead="an agent has none before it has played")
 

@@ -32,7 +32,9 @@ def make_cl(
 ):              # a `Held`, a `HeldOwn` for a key of `cl_methods`; None for "none"
     "A method against forgetting, by name."
     if name == "none": return None
-    if name in cl_methods: return at_place("clvla.crl.held:HeldOwn")(name, cl_methods[name](**settings), seed)   # imported now: it loads torch
+    if name in cl_methods:
+        # imported now: it loads torch
+        return at_place("clvla.crl.held:HeldOwn")(name, cl_methods[name](**settings), seed)
     return at_place("clvla.crl.held:Held")(name, at_place("clvla.cl.all:make_algo")(name, seed, **settings), seed)
 
 # %% ../../nbs/crl/90_all.ipynb #8c834a2a

@@ -130,13 +130,15 @@ def check_fits(frames:int, spaces, instead:str):
     "ValueError for a memory larger than the machine's."
     there = os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
     if frames*frame_bytes(spaces) > there:
-        raise ValueError(f"the memory of {size_text(frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; {instead}")
+        raise ValueError(
+            f"the memory of {size_text(frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; {instead}")
 
 @patch
 def check(self:CLEAR, exp, spaces):
     "ValueError for a memory larger than the machine's."
     IMPALA.check(self, exp, spaces)
-    if not self.file: check_fits(self.frames, spaces, "set file=True, which puts it into the run's folder, or keep fewer frames")
+    if not self.file:
+        check_fits(self.frames, spaces, "set file=True, which puts it into the run's folder, or keep fewer frames")
 
 @patch
 def build(self:CLEAR, exp, spaces, device="cpu"):

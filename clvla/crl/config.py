@@ -105,10 +105,12 @@ def smaller(cfg:AgentConfig)->AgentConfig:
 
 def smoke_suite(cfg:AgentConfig):
     "Two of the tasks that are trained, with their pairs, and episodes of `SMOKE_STEPS` steps at most."
-    known = experiment_of(cfg) and isinstance(cfg.suite, str) and cfg.suite in specs   # ValueError for one that cannot be made
+    # ValueError for one that cannot be made
+    known = experiment_of(cfg) and isinstance(cfg.suite, str) and cfg.suite in specs
     suite = specs[cfg.suite].stream if known else cfg.suite
     stream = make_stream(suite)
     two = [task for task in map(stream.__getitem__, stream.ids) if task.trained][:2]
     where = "env",*["eval_env"]*any(task.eval_env for task in two)
     small = two_of(suite, cfg.suite if known else stream.name, two, len(stream.tasks) <= len(two), SMOKE_STEPS, where)
-    return small | dict(budget=SMOKE["steps_per_task"]) if any(task.budget for task in two) and isinstance(small, dict) else small
+    return (small | dict(budget=SMOKE["steps_per_task"]) if any(task.budget for task in two) and isinstance(small, dict)
+            else small)

@@ -143,7 +143,8 @@ class Crew(Supervisor):
         max_restarts:int=3,
         memory:str="clvla-actors"# of the slab; "": none, the messages carry everything
     ):
-        super().__init__([Member(f"actor {number}", number) for number in range(n)], start_timeout, timeout, max_restarts, memory)
+        super().__init__([Member(f"actor {number}", number) for number in range(n)], start_timeout, timeout,
+                         max_restarts, memory)
         self.n,self.cfg,self.slots,self.stage,self.seats = n,cfg,ahead,None,[]
         if memory: self.share_slab(agent)
         for m in self.members: self.launch(m)

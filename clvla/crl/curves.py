@@ -53,7 +53,8 @@ def smooth(
     if window < 1: raise ValueError(f"window is a number of evaluations from 1, found {window}")
     def summed(x):   # over the last `window` evaluations
         total = np.cumsum(x, -1)
-        return total-np.concatenate([np.zeros_like(total[..., :window]), total[..., :-window]], -1)[..., :total.shape[-1]]
+        return total-np.concatenate([np.zeros_like(total[..., :window]), total[..., :-window]],
+                                    -1)[..., :total.shape[-1]]
     missing = np.isnan(c.returns)
     means = summed(np.where(missing, 0, c.returns))/np.minimum(np.arange(len(c.steps))+1, window)
     return Curves(c.task_ids, c.cycles, c.steps, np.where(summed(missing.astype(int)) > 0, np.nan, means), c.ends)
@@ -177,7 +178,8 @@ def forgetting_table(c:Curves)->pd.DataFrame:   # a row for each task, a column 
 
 def transfer_table(c:Curves)->pd.DataFrame:   # a row for each task, a column for each stage of the first cycle
     "Isolated forward transfer of one run (eq. 3), or why there is none."
-    return pd.DataFrame(with_reasons(transfer(c), np.tri(c.K, k=-1, dtype=bool), "trained by then", c), list(c.task_ids), list(c.task_ids))
+    return pd.DataFrame(with_reasons(transfer(c), np.tri(c.K, k=-1, dtype=bool), "trained by then", c),
+                        list(c.task_ids), list(c.task_ids))
 
 def measures_table(
     c:Curves # of one run
@@ -202,7 +204,8 @@ def draw(
         mean,error = runs[:, i].mean(0),runs[:, i].std(0, ddof=len(runs) > 1)/len(runs)**.5
         if len(runs) > 1: fig.add_traces(band(c.steps, mean-error, mean+error, css(colors[task], .2)))
         fig.add_scatter(x=c.steps, y=mean, name=task, mode="lines", line=dict(color=color))
-        for k in range(i, c.L, c.K): fig.add_vrect(x0=starts[k], x1=c.ends[k], fillcolor=color, opacity=.1, line_width=0)
+        for k in range(i, c.L, c.K):
+            fig.add_vrect(x0=starts[k], x1=c.ends[k], fillcolor=color, opacity=.1, line_width=0)
     return small(fig, title, 760, xaxis_title="training steps over all tasks", yaxis_title="return")
 
 def band(x, low, high, color:str)->go.Scatter:
@@ -254,7 +257,8 @@ def on_grid(
         raise ValueError(f"runs 0 and {wrong[0]} differ in tasks or cycles")
     low,high = max(c.steps[0] for c in runs),min(c.steps[-1] for c in runs)
     if low >= high:
-        raise ValueError(f"one run's first evaluation is at step {low:g}, and another one's last at {high:g}; they have "
+        raise ValueError(
+            f"one run's first evaluation is at step {low:g}, and another one's last at {high:g}; they have "
                          "no steps in common")
     grid = np.linspace(low, high, 2*max(len(c.steps) for c in runs))
     returns = [[np.interp(grid, c.steps, r) for r in c.returns] for c in runs]

@@ -32,7 +32,8 @@ class Workers:
         self.n,self.image_size = n,image_size
         self.turn_to(spec)
         self.pool = EnvPool([spec]*n, min(n, n_workers), image_size, seed, H=1)
-        self.actions,self.done,self.known = [[] for _ in range(n)],[0]*n,[-1]*n   # steps done, and steps whose outcome is here
+        # steps done, and steps whose outcome is here
+        self.actions,self.done,self.known = [[] for _ in range(n)],[0]*n,[-1]*n
         self.image,self.vector = (np.zeros_like(self.pool.obs[k]) for k in (IMAGE, STATE))
         self.ends = [None]*n
 
@@ -92,8 +93,10 @@ def take(self:Workers, e:int, result):
         return
     other = checksum_of(image, vector) != checksum_of(self.image[e], self.vector[e])
     if ended and self.done[e] < self.known[e] or self.done[e] == self.known[e] and other: raise ValueError(
-        f"{self.spec.get('task_id', self.spec['name'])}: trial {result.trial} came to another place when a worker was lost and "
-        f"its {self.known[e]} actions were repeated; its simulator depends on more than seed and actions. Take runner='sync'")
+        f"{self.spec.get('task_id', self.spec['name'])}: trial {result.trial} came to another place when a worker "
+        f"was lost and "
+        f"its {self.known[e]} actions were repeated; its simulator depends on more than seed and actions. Take "
+        f"runner='sync'")
 
 # %% ../../nbs/crl/13_engine.ipynb #b5b45b3f
 RENEW = 8192   # steps of each environment in one part
@@ -115,7 +118,8 @@ class EngineLanes(Lanes):
         mark=(),       # what the state vectors end with
         threads:int=1  # of the engine
     ):
-        self.spec,self.view,self.n,self.seed,self.purpose,self.threads = spec,engine_view(spec, mark),n,seed,tuple(purpose),threads
+        self.spec,self.view,self.n,self.seed,self.purpose,self.threads = spec,engine_view(
+            spec, mark),n,seed,tuple(purpose),threads
         self.finished,self.engine = [],None
         self.begin_part(0)
         self.starts = self.obs()
@@ -150,10 +154,13 @@ def state_dict(self:EngineLanes)->dict:
 def load_state_dict(self:EngineLanes, state:dict):
     "Play the part again up to where it was; ValueError when it comes to another place."
     self.begin_part(state["part"])
-    for actions in state["actions"].numpy().astype(np.float32 if self.view.box else np.int64): self.begin_ended(self.step(actions))
+    for actions in state["actions"].numpy().astype(np.float32 if self.view.box else np.int64):
+        self.begin_ended(self.step(actions))
     self.finished = [dict(f) for f in state["finished"]]
     if checksum_of(self.image, self.vector) != state["seen"]:
-        raise ValueError(f"{self.spec['name']}: part {state['part']} of the engine came to another place when its {len(self.actions)} "
+        raise ValueError(
+            f"{self.spec['name']}: part {state['part']} of the engine came to another place when "
+            f"its {len(self.actions)} "
                          "steps were repeated; the engine has changed. Start in a new run_dir")
 
 @patch
@@ -200,7 +207,8 @@ class WorkerExaminer(Examiner):
 
     def engine_for(self, task_id, trials):
         spec,mark = self.tasks[task_id]
-        if not self.engines: self.engines["all"] = Workers(spec, min(self.GROUP, self.n_trials), self.image_size, 0, self.n_workers)
+        if not self.engines:
+            self.engines["all"] = Workers(spec, min(self.GROUP, self.n_trials), self.image_size, 0, self.n_workers)
         engine = self.engines["all"].turn_to(spec)
         return engine,View(mark, engine.n_actions, engine.box)
 
@@ -225,10 +233,12 @@ class Batched(Runner):
 
     def spaces(self):
         "Sizes as engines describe them, nothing is made; of other kinds, each environment is built once."
-        if self.in_engine: return joint({i: kind_of(spec).sizes(spec) for i,spec in self.specs.items()}, self.cfg.image_size)
+        if self.in_engine:
+            return joint({i: kind_of(spec).sizes(spec) for i,spec in self.specs.items()}, self.cfg.image_size)
         without = next(kind_of(spec) for spec in self.specs.values() if not kind_of(spec).engine)
         if not self.n_workers or any(kind_of(spec).engine for spec in self.specs.values()): raise ValueError(
-            f"{without.label} has no engine that steps many environments together; take runner='sync', or runner='batched' with "
+            f"{without.label} has no engine that steps many environments together; take runner='sync', or "
+            f"runner='batched' with "
             "n_workers processes and no task of an engine beside it")
         return spaces_of(self.exp, self.cfg.image_size)
 
@@ -238,7 +248,8 @@ def lanes(self:Batched, stage, agent, mark)->Lanes:
     "The environments of a stage."
     spec,seed = self.specs[stage.task_id],self.cfg.seed
     if self.in_engine: return EngineLanes(spec, agent.n_envs, seed, (stage.t,), mark, self.threads)
-    return Lanes(spec, agent.n_envs, self.cfg.image_size, seed, (stage.t,), mark, partial(Workers, n_workers=self.n_workers))
+    return Lanes(spec, agent.n_envs, self.cfg.image_size, seed, (stage.t,), mark,
+                 partial(Workers, n_workers=self.n_workers))
 
 @patch
 def examiner(self:Batched, marks:dict)->Examiner:

@@ -29,7 +29,8 @@ from ..run.stop import StopFlag
 from ..train.eval_config import EvalConfig, Evaluation, begin_eval, check_eval, check_starts, points_of, read_eval_config
 
 # %% ../../nbs/crl/23_evaluate.ipynb #d3b0eb07
-FIXED = "suite","part","batch","rows_per_task","n_workers","policy_server","image_size","perturb"   # settings that an agent's evaluation does not take
+# settings that an agent's evaluation does not take
+FIXED = "suite","part","batch","rows_per_task","n_workers","policy_server","image_size","perturb"
 
 def check_eval_agent(
     cfg:EvalConfig,
@@ -38,14 +39,18 @@ def check_eval_agent(
     "ValueError for an evaluation that an agent cannot be asked for, or where there is no checkpoint."
     plain = EvalConfig()
     if asked := [f"{k} {getattr(cfg, k)!r}" for k in FIXED if getattr(cfg, k) != getattr(plain, k)]:
-        raise ValueError(f"{cfg.run_dir} is a run of an agent, whose own runner plays the tasks of its own experiment; leave out {', '.join(asked)}")
-    if cfg.num_processes > 1: raise ValueError(f"num_processes is {cfg.num_processes}, and one process plays an agent's tasks; leave it out")
+        raise ValueError(
+            f"{cfg.run_dir} is a run of an agent, whose own runner plays the tasks of its own experiment; leave "
+            f"out {', '.join(asked)}")
+    if cfg.num_processes > 1:
+        raise ValueError(f"num_processes is {cfg.num_processes}, and one process plays an agent's tasks; leave it out")
     plugins_of(replace(run, trust=cfg.trust), copies=True)   # ValueError for a stranger's
     points = points_of(cfg, run)
     own = stream_from(read_json(points[-1]/"stream.json"), points[-1]/"stream.json")
     ids = make_stream(dict(base=own, tasks=cfg.chosen)).ids if cfg.chosen else own.ids
     check_starts(cfg, own.tasks)
-    return Evaluation(replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve())), run, points, own, own, tuple(dict.fromkeys(ids)))
+    return Evaluation(replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve())), run, points, own, own,
+                      tuple(dict.fromkeys(ids)))
 
 # %% ../../nbs/crl/23_evaluate.ipynb #b5581209
 def agent_at(
@@ -87,9 +92,11 @@ def play_point(
     cfg,run,learner = evaluation.cfg,evaluation.run,agent_at(path, evaluation.run)
     position,frames = read_json(Path(path)/"position.json"),load_state(Path(path)/"state.safetensors")["frames"]
     info = dict(stage=position["t"], after=position["name"], step=None, frames=frames)
-    ids,recorded,start = cells_of(evaluation, learner, position["t"]),{record_key(r) for r in out.episodes()},time.monotonic()
+    ids,recorded,start = cells_of(evaluation, learner, position["t"]),{record_key(r)
+                                                                       for r in out.episodes()},time.monotonic()
     with ExitStack() as stack:
-        runner = make_runner(run.runner, replace(run, seed=cfg.seed), replace(learner.exp, eval_episodes=cfg.n_trials), **run.runner_kw)
+        runner = make_runner(run.runner, replace(run, seed=cfg.seed), replace(learner.exp, eval_episodes=cfg.n_trials),
+                             **run.runner_kw)
         stack.callback(learner.release)
         stack.callback(runner.close)
         examiner = runner.examiner({i: learner.mark(i) for i in learner.stream.ids})

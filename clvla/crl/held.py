@@ -13,7 +13,8 @@ from ..cl.model import why_not
 from .agent import Agent
 
 # %% ../../nbs/crl/22_held.ipynb #8d295224
-REPLAYED,ASKED = 1000,256   # unrolls of each task that are kept: for a method that replays them, and for one that only asks some
+# unrolls of each task that are kept: for a method that replays them, and for one that only asks some
+REPLAYED,ASKED = 1000,256
 
 class Held:
     "A method of `cl` that holds an agent."
@@ -49,7 +50,8 @@ class Held:
     @property
     def n_kept(self)->int: return REPLAYED if "replay" in self.algo.asks else ASKED
 
-    def within(self, task_id): return nullcontext() if self.ctx is None else self.algo.eval_policy(self.agent.model, task_id)
+    def within(self, task_id):
+        return nullcontext() if self.ctx is None else self.algo.eval_policy(self.agent.model, task_id)
     def metrics(self)->dict: return self.algo.metrics()
 
 # %% ../../nbs/crl/22_held.ipynb #d7815258
@@ -94,10 +96,12 @@ def check(self:Held, runner):
     "ValueError for a method that cannot go with the runner, or with the agent's settings."
     found = f"cl {self.name!r} cannot hold this {type(self.agent).__name__}"
     if "layers" in self.algo.asks and runner.copies:
-        raise ValueError(f"{found}: it changes the network's layers, and the processes of runner {runner.cfg.runner!r} hold copies "
+        raise ValueError(
+            f"{found}: it changes the network's layers, and the processes of runner {runner.cfg.runner!r} hold copies "
                          "of the first ones; take runner 'sync' or 'batched'")
     if self.algo.whole_task and (early := self.agent.stops_early):
-        raise ValueError(f"{found}: it plans with all steps of a task, and {early} leaves out some; leave {early.split()[0]} out")
+        raise ValueError(
+            f"{found}: it plans with all steps of a task, and {early} leaves out some; leave {early.split()[0]} out")
     self.algo.check(self.agent.samples)
 
 # %% ../../nbs/crl/22_held.ipynb #d6d2997f

@@ -93,7 +93,8 @@ class IMPALA(Agent):
     def samples(self)->int: return self.n_envs   # unrolls of an optimizer step
     def steps_in(self, n:int)->int: return self.epochs
 
-    def make_net(self, spaces)->PictureNet: return PictureNet(spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
+    def make_net(self, spaces)->PictureNet:
+        return PictureNet(spaces.image_size, spaces.state, spaces.largest, planes=spaces.planes, **self.sizes)
 
 # %% ../../nbs/crl/04_impala.ipynb #c740000c
 @patch
@@ -104,7 +105,8 @@ def build(self:IMPALA, exp, spaces, device="cpu"):
     self.actor = self.make_net(spaces).to(device) if self.lag else self.net
     self.actor.load_state_dict(self.net.state_dict())
     self.opt = torch.optim.RMSprop(self.net.parameters(), lr=self.lr, alpha=.99, eps=1e-5)
-    self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag+1)   # the first is what acts, the last what learns
+    # the first is what acts, the last what learns
+    self.older = deque([deepcopy(self.net.state_dict())]*bool(self.lag), maxlen=self.lag+1)
     self.model = UnrollModel(self.net, self.row_losses)
 
 @patch
@@ -203,7 +205,8 @@ def row_losses(self:IMPALA,
     target,adv = corrected(rollout, out, self.gamma, self.correct)
     steps = ~rollout[PAD]
     mean = lambda x: torch.where(steps, x, 0.).sum(0)/steps.sum(0)
-    actor,critic,H = mean(-adv*out["logp"]),mean(.5*(target-out["v"]).square()),mean(entropy(out["logps"].flatten(0, 1)).view_as(adv))
+    actor,critic,H = mean(-adv*out["logp"]),mean(.5*(target-out["v"]).square()),mean(
+        entropy(out["logps"].flatten(0, 1)).view_as(adv))
     metrics = dict(actor_loss=actor, value_loss=critic, entropy=H, ratio=mean((out["logp"]-rollout["logp"]).exp()))
     losses = actor + self.value_weight*critic - self.entropy_weight*H
     return losses,dict(pred=answers_of(out["logps"]).transpose(0, 1)) | {k: x.detach() for k,x in metrics.items()}
@@ -251,8 +254,10 @@ def unrolls(self:IMPALA, most:int)->UnrollSource:
 def blank(self:IMPALA)->dict:
     "A rollout of one environment, of which the sizes count."
     size,n = self.spaces.image_size,self.spaces.largest
-    obs = dict(image=torch.zeros(1, size, size, self.spaces.planes, dtype=torch.uint8), state=torch.zeros(1, self.spaces.state), n_actions=torch.tensor([n]))
+    obs = dict(image=torch.zeros(1, size, size, self.spaces.planes, dtype=torch.uint8),
+               state=torch.zeros(1, self.spaces.state), n_actions=torch.tensor([n]))
     no = torch.zeros(1, dtype=torch.bool)
     step = obs | self.act(obs, torch.zeros(1)) | dict(reward=torch.zeros(1), terminated=no, truncated=no)
     nothing = {k: v[:0] for k,v in obs.items()}
-    return {k: torch.stack([v]*self.horizon) for k,v in step.items()} | dict(cut=nothing, cut_at=torch.zeros(0, 2, dtype=torch.long))
+    return {k: torch.stack([v]*self.horizon)
+            for k,v in step.items()} | dict(cut=nothing, cut_at=torch.zeros(0, 2, dtype=torch.long))

@@ -164,7 +164,8 @@ def begin(self:AgentLearner, stage:Stage):
 def n_steps_of(self:AgentLearner, stage:Stage)->int:
     "Optimizer steps of a stage."
     n,last = self.agent.n_envs,self.exp.stages[stage.t].steps-(stage.n_steps-1)*self.per_update
-    return (stage.n_steps-1)*self.agent.steps_in(self.per_update)+self.agent.steps_in(-(-last//n)*n)   # all environments step
+    # all environments step
+    return (stage.n_steps-1)*self.agent.steps_in(self.per_update)+self.agent.steps_in(-(-last//n)*n)
 
 @patch
 def make_lanes(self:AgentLearner, stage:Stage):
@@ -234,7 +235,8 @@ def evaluate(self:AgentLearner, t:int, step=None):
         self.aside = Aside(lambda: self.examiner.play(self.agent, **within)),point
         if t == len(self.stages)-1 and step is None: self.gather()   # nothing is left to be learnt
         return
-    with self.shell.cost.measure("evaluation"): records = self.examiner.play(self.agent, self.shell.stop.check, **within)
+    with self.shell.cost.measure("evaluation"):
+        records = self.examiner.play(self.agent, self.shell.stop.check, **within)
     self.note(point, records)
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b0bg02
@@ -258,7 +260,8 @@ def note(self:AgentLearner,
         record = point | record | dict(restarts=0)
         if record_key(record) not in recorded: run.episode(record)
     means = {i: sum(r["reward"] for r in records if r["task"] == i)/self.exp.eval_episodes for i in self.stream.ids}
-    place = f"in {point['after']}" if point["step"] else f"after {point['after']}" if point["after"] else "before training"
+    place = (f"in {point['after']}" if point["step"] else f"after {point['after']}" if point["after"]
+             else "before training")
     self.shell.say(f"{point['frames']} steps, {place}: return " + ", ".join(f"{i} {m:.2f}" for i,m in means.items()))
 
 # %% ../../nbs/crl/11_learner.ipynb #c7b00012

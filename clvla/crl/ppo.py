@@ -21,7 +21,8 @@ from ..train.on_policy import OnPolicy, check_ends, clip_loss, explained, gae, r
 # %% ../../nbs/crl/03_ppo.ipynb #c7300007
 def check_picture(image_size:int):
     "ValueError for a picture smaller than one patch."
-    if 0 < image_size < 4: raise ValueError(f"image_size is {image_size}, expected at least 4 pixels, or 0 for no picture")
+    if 0 < image_size < 4:
+        raise ValueError(f"image_size is {image_size}, expected at least 4 pixels, or 0 for no picture")
 
 def convolutions(image_size:int, planes:int, channels:int)->list:
     "The layers of a picture: none, patches of four pixels, or CORA's three for 64 pixels and more."
@@ -29,7 +30,8 @@ def convolutions(image_size:int, planes:int, channels:int)->list:
     if image_size >= 64:
         return [nn.Conv2d(planes, 2*channels, 8, 4), nn.ReLU(), nn.Conv2d(2*channels, 4*channels, 4, 2), nn.ReLU(),
                 nn.Conv2d(4*channels, 4*channels, 3, 1), nn.ReLU()]
-    size,parts = image_size//4,[nn.Conv2d(planes, channels, 4, 4), nn.ReLU(), nn.Conv2d(channels, 2*channels, 3, 1, 1), nn.ReLU()]
+    size,parts = image_size//4,[nn.Conv2d(planes, channels, 4, 4), nn.ReLU(), nn.Conv2d(channels, 2*channels, 3, 1, 1),
+                                nn.ReLU()]
     while size > 8:
         parts += [nn.Conv2d(2*channels, 2*channels, 3, 2, 1), nn.ReLU()]
         size = (size+1)//2
@@ -106,7 +108,8 @@ class DiscretePPO(OnPolicy):
         adv = gae(rollout["reward"], rollout["mask"], v, rollout["next_v"], rollout["done"], self.lam)
         info = dict(adv_std=adv.std(correction=0).item(), v=v.mean().item(), explained=explained(v, adv+v))
         rows = {k: rollout[k] for k in ("x", "image", "n_actions", "action", "logp_old")}
-        if self.algo is not None: rows[PAD] = torch.zeros(len(v), 1, dtype=torch.bool, device=v.device)   # no row is padding
+        if self.algo is not None:
+            rows[PAD] = torch.zeros(len(v), 1, dtype=torch.bool, device=v.device)   # no row is padding
         return dict(rows, adv=(adv-adv.mean())/(adv.std(correction=0)+1e-8), ret=adv+v),info
 
     def act(self, obs:dict, draws:Tensor)->dict:   # action, logp, v
@@ -126,7 +129,8 @@ def loss(self:DiscretePPO, rows)->tuple:   # (B,), and its parts
     "Eq. 1 of each row, and the numbers for the log."
     logp,v,H,logps = self.look(rows)
     actor_loss,v_loss = clip_loss(logp, rows["logp_old"], rows["adv"], self.clip),value_loss(v, rows["ret"], None)
-    ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)   # numbers alone, of which autograd need not know
+    # numbers alone, of which autograd need not know
+    ratios = ratio_metrics(logp.detach(), rows["logp_old"], self.clip)
     info = dict(actor_loss=actor_loss, value_loss=v_loss, entropy=H, **ratios)
     total = actor_loss + self.value_weight*v_loss - self.entropy_weight*H
     compared = {} if self.algo is None or logps is None else dict(pred=answers_of(logps)[:, None])
@@ -135,7 +139,8 @@ def loss(self:DiscretePPO, rows)->tuple:   # (B,), and its parts
 @patch
 def check_drift(self:DiscretePPO, rollout)->float:
     "Largest difference between 32 stored log-probabilities and the network's; ValueError above `max_drift`."
-    every = max(1, len(rollout["logp_old"])//32)   # of all environments; a whole minibatch would cost a sixtieth of the update
+    # of all environments; a whole minibatch would cost a sixtieth of the update
+    every = max(1, len(rollout["logp_old"])//32)
     some = {k: x[::every][:32] for k,x in rollout.items()}
     with torch.no_grad(): drift = (self.look(some)[0]-some["logp_old"]).abs().max().item()
     if self.max_drift is None or drift <= self.max_drift: return drift
@@ -204,7 +209,8 @@ class PPO(Agent):
 
     def check(self, exp, spaces):
         check_picture(spaces.image_size)
-        if spaces.box: self.lacks = self.lacks | dict(outputs="this suite's actions are numbers, and probabilities are compared")
+        if spaces.box:
+            self.lacks = self.lacks | dict(outputs="this suite's actions are numbers, and probabilities are compared")
 
     @property
     def net(self)->PictureNet: return self.learner.net
@@ -244,7 +250,8 @@ def learn(self:PPO, rollout:dict)->dict:
     next_v = next_values(rollout["v"], self.values(rollout["cut"]), rollout["cut_at"])
     mask,done = ends_of(rollout, self.gamma)
     reward = rollout["reward"].sign() if self.clip_reward else rollout["reward"]
-    rows = dict(rows, x=rows.pop("state"), logp_old=flat(rollout["logp"]), reward=flat(reward*self.reward_scale), mask=flat(mask),
+    rows = dict(rows, x=rows.pop("state"), logp_old=flat(rollout["logp"]), reward=flat(reward*self.reward_scale),
+                mask=flat(mask),
                 next_v=flat(next_v), done=flat(done))
     return self.learner.update(to_device(rows, self.device))
 

@@ -9,7 +9,8 @@ __all__ = ['NET', 'PPO', 'CORA', 'ATARI', 'PROCGEN', 'MINIHACK', 'EWC', 'FEW', '
 from ..core.names import Registry
 
 # %% ../../nbs/crl/16_presets.ipynb #07f03282
-NET = dict(channels=16, hidden=512, clip_reward=True)   # three convolutions of 32, 64 and 64 channels, the sign of the reward
+# three convolutions of 32, 64 and 64 channels, the sign of the reward
+NET = dict(channels=16, hidden=512, clip_reward=True)
 
 def impala(horizon:int, batch:int, lr:float, entropy:float, **more)->dict:
     "CORA's IMPALA: unrolls of `horizon` steps, `batch` of them at a time; its gradient bound of 40, of a mean instead of a sum."
@@ -20,23 +21,27 @@ PPO = NET|dict(gamma=.99, epochs=4, entropy_weight=.01, value_weight=.5, grad_cl
 CORA = dict(
     ppo=PPO|dict(n_envs=16, horizon=5, minibatch=2, lr=7e-4, lam=1., clip=.2),
     impala=impala(80, 8, 4.8e-4, 6e-4), clear=impala(80, 8, 4.8e-4, 6e-4, frames=100_000_000, replay=1.),
-    progress_compress=impala(20, 20, 6e-4, .01), sane=impala(80, 8, 4.8e-4, 6e-4, frames=100_000_000, replay=1., rise=1., fall=10.))
+    progress_compress=impala(20, 20, 6e-4, .01),
+            sane=impala(80, 8, 4.8e-4, 6e-4, frames=100_000_000, replay=1., rise=1., fall=10.))
 ATARI = dict(
     ppo=PPO|dict(n_envs=8, horizon=128, minibatch=256, lr=2.5e-4, lam=.95, clip=.1),
     impala=impala(20, 32, 4e-4, .01), clear=impala(20, 32, 4e-4, .01, frames=25_000_000, replay=1.),
     progress_compress=impala(20, 32, 4e-4, .01),
     sane=impala(32, 2, 4e-4, .01, value_weight=5., frames=50_000, replay=8., rise=.1, fall=10., max_nodes=8))
 PROCGEN = ATARI|dict(clear=impala(20, 32, 4e-4, .01, frames=5_000_000, replay=1.))
-MINIHACK = {algo: impala(20, 32, 4e-4, .01, **more) for algo,more in dict(impala={}, clear=dict(frames=10_000_000, replay=1.)).items()}
+MINIHACK = {algo: impala(20, 32, 4e-4, .01, **more)
+            for algo,more in dict(impala={}, clear=dict(frames=10_000_000, replay=1.)).items()}
 EWC = dict(impala=impala(20, 20, 6e-4, .01))   # with `cl` ewc or online_ewc
 
 # %% ../../nbs/crl/16_presets.ipynb #9d9547e7
 FEW = dict(n_envs=16, channels=4, hidden=128, clip_reward=True, lr=1e-3, gamma=.97)
 SMALL = dict(
-    ppo=FEW|dict(horizon=32, minibatch=64, epochs=3, lr=5e-4, lam=.9, clip=.2, entropy_weight=.01, orthogonal=True), impala=FEW|dict(horizon=20),
+    ppo=FEW|dict(horizon=32, minibatch=64, epochs=3, lr=5e-4, lam=.9, clip=.2, entropy_weight=.01, orthogonal=True),
+             impala=FEW|dict(horizon=20),
     clear=FEW|dict(horizon=20, frames=5_000), progress_compress=FEW|dict(horizon=20),
     sane=FEW|dict(horizon=20, frames=2_000, max_nodes=4))
-ARM = dict(ppo=dict(n_envs=16, horizon=200, minibatch=400, epochs=10, lr=1e-3, gamma=.99, entropy_weight=0., reward_scale=.1,
+ARM = dict(ppo=dict(n_envs=16, horizon=200, minibatch=400, epochs=10, lr=1e-3, gamma=.99, entropy_weight=0.,
+                    reward_scale=.1,
                     hidden=64, orthogonal=True))
 presets = Registry("preset", cora=CORA, cora_ewc=EWC, cora_atari=ATARI, cora_procgen=PROCGEN, cora_minihack=MINIHACK,
                    small_games=SMALL, small_arm=ARM)

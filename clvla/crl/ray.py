@@ -57,7 +57,8 @@ class RayChild:
         lost = self.ray.exceptions
         try: return self.ray.get(self.answers.popleft(), timeout=self.timeout)
         except lost.RayTaskError as e: return dict(error=report(e.cause) | dict(traceback=str(e)))
-        except (lost.RayActorError, lost.ObjectLostError, lost.GetTimeoutError) as e: self.why = f"{type(e).__name__}: {e}"
+        except (lost.RayActorError, lost.ObjectLostError, lost.GetTimeoutError) as e:
+            self.why = f"{type(e).__name__}: {e}"
 
     def obituary(self)->str: return self.why
     def dismiss(self): pass
@@ -101,7 +102,8 @@ def hung(self:RayCrew, m:Member, seconds:float):
     "Replace a silent actor; RuntimeError when Ray finds no core for a new one."
     if not m.starting: return self.replace(m, f"no answer for {seconds:.0f} s")
     free = self.ray.available_resources().get("CPU", 0)
-    raise RuntimeError(f"{m.name} did not start within {self.start_timeout:.0f} s; the cluster has {free:g} free cores, "
+    raise RuntimeError(
+        f"{m.name} did not start within {self.start_timeout:.0f} s; the cluster has {free:g} free cores, "
                        "and each actor takes one: add a machine, or set n_actors lower")
 
 # %% ../../nbs/crl/17_ray.ipynb #c9000012
@@ -153,10 +155,12 @@ def check_address(
         raise ValueError(f"address is {address!r}, expected host:port of the cluster's head, as in '10.0.0.5:6379'")
     help = f"begin the cluster there (ray start --head --port {port}), or leave address out, which starts Ray on this machine"
     try: said = first_words(host.strip("[]"), int(port), seconds)
-    except TimeoutError as e: raise ValueError(f"nobody answers at address {address!r} within {seconds:g} s ({e}); {help}") from e
+    except TimeoutError as e:
+        raise ValueError(f"nobody answers at address {address!r} within {seconds:g} s ({e}); {help}") from e
     except OSError as e: raise ValueError(f"nobody answers at address {address!r} ({e}); {help}") from e
     if said is not None and said[3:4] != b"\x04":
-        raise ValueError(f"who answers at address {address!r} is no head of a Ray cluster (it said {said[:40]!r}); {help}")
+        raise ValueError(
+            f"who answers at address {address!r} is no head of a Ray cluster (it said {said[:40]!r}); {help}")
 
 def first_words(host:str, port:int, seconds:float)->bytes|None:   # None: not asked
     "What an HTTP/2 server says at first; OSError when there is none within `seconds`."

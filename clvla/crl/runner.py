@@ -75,7 +75,8 @@ class View:
     def obs(self, image:np.ndarray, vector:np.ndarray)->dict:   # image (n,h,w,C), state (n,S+M), n_actions (n,)
         "An engine's observations as an agent takes them."
         image,state = torch.from_numpy(image),torch.from_numpy(vector.astype(np.float32, copy=False))
-        if len(self.mark): state = torch.cat([state, torch.tensor([*self.mark], dtype=torch.float32).expand(len(vector), -1)], 1)
+        if len(self.mark):
+            state = torch.cat([state, torch.tensor([*self.mark], dtype=torch.float32).expand(len(vector), -1)], 1)
         return dict(image=image.permute(0, 2, 3, 1) if self.planes_first else image, state=state,
                     n_actions=torch.full((len(vector),), self.n_actions))
 
@@ -100,9 +101,11 @@ class Lanes:
         mark=(),       # what the state vectors end with
         engine=None    # called with spec, n, image_size, seed; trials are then dealt. None: `Turns`, numbered by lane
     ):
-        self.spec,self.n,self.dealt,self.finished = spec,n,engine is not None,[]   # finished: reward, steps, success of episodes
+        # finished: reward, steps, success of episodes
+        self.spec,self.n,self.dealt,self.finished = spec,n,engine is not None,[]
         own = [seed_of(seed, "lane", *purpose, e) for e in range(n)]
-        self.engine = engine(spec, n, image_size, seed_of(seed, "dealt", *purpose)) if engine else Turns(spec, n, image_size, own)
+        self.engine = (engine(spec, n, image_size, seed_of(seed, "dealt", *purpose)) if engine
+                       else Turns(spec, n, image_size, own))
         self.view = View(mark, self.engine.n_actions, self.engine.box)
         self.begin_at([0]*n)
         self.starts = self.obs()
@@ -195,7 +198,8 @@ def play(self:Lanes,
     "Let the agent act `horizon` steps in every lane."
     self.renew()
     rows,cut,cut_at,first = [],[],[],self.obs()
-    image = torch.empty(horizon, *first["image"].shape, dtype=torch.uint8)   # channels last in memory: convolutions are faster
+    # channels last in memory: convolutions are faster
+    image = torch.empty(horizon, *first["image"].shape, dtype=torch.uint8)
     agent.on_starts(self.starts)
     for t in range(horizon):
         obs = self.obs()
@@ -229,7 +233,8 @@ def place(self:Lanes)->tuple:   # of each lane: number of its episode, checksum 
 def state_dict(self:Lanes)->dict:
     "Episode, actions and a checksum of each lane."
     episode,seen = self.place()
-    return dict(episode=episode, actions=[list(a) for a in self.actions], seen=seen, finished=[dict(f) for f in self.finished])
+    return dict(episode=episode, actions=[list(a) for a in self.actions], seen=seen,
+                finished=[dict(f) for f in self.finished])
 
 @patch
 def load_state_dict(self:Lanes, state:dict):
@@ -241,8 +246,10 @@ def load_state_dict(self:Lanes, state:dict):
     self.finished = [dict(f) for f in state["finished"]]
     for e,(now,seen) in enumerate(zip(self.place()[1], state["seen"], strict=True)):
         if now != seen: raise ValueError(
-            f"{self.spec.get('task_id', self.spec['name'])}: episode {self.episode[e]} of environment {e} came to another place when "
-            f"its {len(self.actions[e])} actions were repeated; its simulator depends on more than seed and actions, or has "
+            f"{self.spec.get('task_id', self.spec['name'])}: episode {self.episode[e]} of environment {e} came to "
+            f"another place when "
+            f"its {len(self.actions[e])} actions were repeated; its simulator depends on more than seed and actions, "
+            f"or has "
             "changed. Start in a new run_dir")
 
 @patch

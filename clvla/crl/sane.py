@@ -188,7 +188,8 @@ def make_node(self:SANE, number:int)->Node:
 def check(self:SANE, exp, spaces):
     "ValueError for pictures that are too small, and for memories of all nodes that are larger than the machine's."
     check_picture(spaces.image_size)
-    check_fits(self.max_nodes*self.settings["frames"], spaces, f"keep fewer frames, or fewer than {self.max_nodes} nodes")
+    check_fits(self.max_nodes*self.settings["frames"], spaces,
+               f"keep fewer frames, or fewer than {self.max_nodes} nodes")
 
 @patch
 def build(self:SANE, exp, spaces, device="cpu"):

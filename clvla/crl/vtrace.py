@@ -45,6 +45,7 @@ def check_vtrace(mask:Tensor, done:Tensor, rho:float, c:float, lam:float):
     check_number("lam", lam, 0, 1)
     if done.dtype != torch.bool: raise ValueError(f"done must be bool, found {done.dtype}; use done.bool()")
     if ((mask < 0) | (mask > 1)).any():
-        raise ValueError(f"mask must lie in [0,1]: gamma, or 0 at a terminated end; found {mask.min():g} to {mask.max():g}")
+        raise ValueError(
+            f"mask must lie in [0,1]: gamma, or 0 at a terminated end; found {mask.min():g} to {mask.max():g}")
     if (wrong := (mask == 0) & ~done).any():
         raise ValueError(f"step {wrong.nonzero()[0].tolist()} ends its episode (mask 0) and done says that it goes on")

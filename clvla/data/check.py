@@ -43,8 +43,10 @@ def still_axes(
     for s in stats:
         at,size = f"{column}, axis {s['axis']}",max(abs(s["min"]), abs(s["max"]))
         if s["min"] == s["max"]: out.append(f"{at} never moves: it is {s['min']:g} in each frame")
-        elif s["std"] < 1e-3*size: out.append(f"{at} hardly moves: its spread is {s['std']:.2g}, its values are up to {size:.3g}")
-        elif s["q01"] == s["q99"]: out.append(f"{at} is {s['q50']:g} in all but a few frames, and {s['min']:g}..{s['max']:g} in those")
+        elif s["std"] < 1e-3*size:
+            out.append(f"{at} hardly moves: its spread is {s['std']:.2g}, its values are up to {size:.3g}")
+        elif s["q01"] == s["q99"]:
+            out.append(f"{at} is {s['q50']:g} in all but a few frames, and {s['min']:g}..{s['max']:g} in those")
     return out
 
 # %% ../../nbs/data/12_check.ipynb #f4413546
@@ -64,8 +66,10 @@ def cameras_of(
     for column in (*index.images, *films):
         film = films.get(column)
         h,w = film.size if film else index.images[column][0]
-        out.append(dict(column=column, camera=ours.get(column), height=h, width=w, codec=film.codec if film else "picture files",
-                        pixels=film.pixels if film else index.images[column][1], rate=film.rate if film else index.info["fps"]))
+        out.append(dict(column=column, camera=ours.get(column), height=h, width=w, codec=film.codec if film
+                        else "picture files",
+                        pixels=film.pixels if film else index.images[column][1], rate=film.rate if film
+                        else index.info["fps"]))
     return out
 
 # %% ../../nbs/data/12_check.ipynb #17fd4cef
@@ -82,11 +86,14 @@ def check_lerobot(
     stats = {k: axis_stats(x, axis_names(feats[k], x.shape[1])) for k,x in numbers.items()}
     warnings = [line for k,s in stats.items() for line in still_axes(k, s)]
     seen,tasks = cameras_of(index, used),tasks_of(index)
-    warnings += [f"{c['column']} holds depth and is left out" for c in seen if c["column"] in index.depth and not c["camera"]]
-    warnings += [f"{c['column']} has {c['rate']:g} pictures a second, the rows {index.info['fps']:g}: paired by time" for c in seen
+    warnings += [f"{c['column']} holds depth and is left out" for c in seen if c["column"] in index.depth
+                 and not c["camera"]]
+    warnings += [f"{c['column']} has {c['rate']:g} pictures a second, the rows {index.info['fps']:g}: paired by time"
+                 for c in seen
                  if abs(c["rate"]/index.info["fps"]-1) > .01]
     warnings += [f"no episode has instruction {o['number']}, {o['text']!r:.80}" for o in tasks if not o["episodes"]]
-    return dict(path=str(path), fps=index.info["fps"], episodes=len(lengths), frames=sum(lengths), shortest=min(lengths),
+    return dict(path=str(path), fps=index.info["fps"], episodes=len(lengths), frames=sum(lengths),
+                shortest=min(lengths),
                 longest=max(lengths), tasks=tasks, cameras=seen, stats=stats, warnings=warnings)
 
 # %% ../../nbs/data/12_check.ipynb #976085e4
@@ -97,13 +104,16 @@ def report_text(
     lines = [f"{d['path']}: {d['episodes']} episodes, {d['frames']} frames at {d['fps']:g} a second, "
              f"{d['shortest']} to {d['longest']} frames an episode"]
     for o in d["tasks"]:
-        lines.append(f"  task {o['number']}: {o['episodes']} episodes, {o['frames']} frames, {o['words']} words, {o['letters']} letters: {o['text']}")
+        lines.append(f"  task {o['number']}: {o['episodes']} episodes, {o['frames']} frames, {o['words']} "
+                     f"words, {o['letters']} letters: {o['text']}")
     for c in d["cameras"]:
         what = f"camera {c['camera']}" if c["camera"] else "not read"
-        lines.append(f"  {c['column']} ({what}): {c['height']} x {c['width']}, {c['codec']} {c['pixels']}, {c['rate']:g} a second")
+        lines.append(f"  {c['column']} ({what}): {c['height']} "
+                     f"x {c['width']}, {c['codec']} {c['pixels']}, {c['rate']:g} a second")
     for k,stats in d["stats"].items():
         lines.append(f"  {k}: {len(stats)} numbers")
-        lines += [f"    {s['axis']}: mean {s['mean']:.4g}, spread {s['std']:.4g}, {s['min']:.4g}..{s['max']:.4g}" for s in stats]
+        lines += [f"    {s['axis']}: mean {s['mean']:.4g}, spread {s['std']:.4g}, {s['min']:.4g}..{s['max']:.4g}"
+                  for s in stats]
     return "\n".join(lines+[f"  warning: {line}" for line in d["warnings"]])
 
 # %% ../../nbs/data/12_check.ipynb #6f5dec49
@@ -134,7 +144,8 @@ def main(
     args=None # of the command; None = the process's own
 )->int:       # 0 when the data set is right, 1 when it is refused
     "Check a data set, print what it is, and write its strip of pictures when asked."
-    p = argparse.ArgumentParser("clvla-data", description="What a LeRobot data set (v3) is, or why an import refuses it.")
+    p = argparse.ArgumentParser("clvla-data",
+                                description="What a LeRobot data set (v3) is, or why an import refuses it.")
     p.add_argument("folder", help="folder of the data set")
     p.add_argument("--strip", metavar="FILE", help="write a PNG with pictures of some episodes")
     o = p.parse_args(args)

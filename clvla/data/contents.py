@@ -105,7 +105,8 @@ def file_hashes(
         key,now = os.path.realpath(regular(file)),stamp(file)
         old = _noted.get(key) or kept.get(key)
         digest = old[1] if old and tuple(old[0]) == now else sha256(file)
-        if stamp(file) != now: raise ValueError(f"{file} was written while it was read; wait until the data set is whole")
+        if stamp(file) != now:
+            raise ValueError(f"{file} was written while it was read; wait until the data set is whole")
         if _settled(now): _noted[key] = (now,digest)
         if key in _noted and (key not in kept or tuple(kept[key][0]) != now): new[key] = _noted[key]
         out[file.relative_to(path).as_posix()] = digest

@@ -63,7 +63,8 @@ def record_one(
         frames.append((env.render().copy(), *more, np.array(env.state, np.float32), action))
         _,success,terminated,_ = env.step(disturb(action, rng, noise, n_actions))
         if success and left is None: left = tail
-        if left == 0 or left is None and (terminated or step >= env.max_steps-1): break   # its own end, or no time left: a failure
+        if left == 0 or left is None and (terminated or step >= env.max_steps-1):
+            break   # its own end, or no time left: a failure
         if left is not None: left -= 1
     if left is None: return None
     *images,states,actions = map(np.stack, zip(*frames))
@@ -111,7 +112,8 @@ def recorded(
         print(f"{out} is half-written (an earlier recording was interrupted there); it is recorded anew")
         shutil.rmtree(out)
         return False
-    old = read_entries(note, dict(settings=dict, files=dict, n_actions=int), f"remove {out}, and it is recorded anew", ["n_actions"])
+    old = read_entries(note, dict(settings=dict, files=dict, n_actions=int), f"remove {out}, and it is recorded anew",
+                       ["n_actions"])
     has = old["settings"]
     diff = [f"{k}: {has.get(k)!r} -> {settings.get(k)!r}" for k in sorted({*has, *settings})
             if has.get(k) != settings.get(k)]

@@ -110,7 +110,8 @@ def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
             f"{path}: {key!r} has shape {v.shape[1:]} in one episode and {arrays[key].shape[1:]} in "
             f"another")
     if not np.can_cast(v.dtype, arrays[key].dtype, "same_kind"):
-        raise ValueError(f"{path}: {key!r} is {arrays[key].dtype} in the first episode and {v.dtype} in a later one, of which the "
+        raise ValueError(
+            f"{path}: {key!r} is {arrays[key].dtype} in the first episode and {v.dtype} in a later one, of which the "
                          "fractions would be lost; give float32 in all")
     arrays[key][at:at+len(v)] = v
 
@@ -268,7 +269,8 @@ def gather(self:FrameStore,
 # %% ../../nbs/data/01_frames.ipynb #556f2792
 class Rows:
     "Some frames of a mapped array, read when they are asked for."
-    def __init__(self, array, rows:np.ndarray): self.array,self.rows,self.dtype,self.shape = array,rows,array.dtype,(len(rows),*array.shape[1:])
+    def __init__(self, array, rows:np.ndarray):
+        self.array,self.rows,self.dtype,self.shape = array,rows,array.dtype,(len(rows),*array.shape[1:])
     @property
     def size(self)->int: return math.prod(self.shape)
     def __len__(self)->int: return len(self.rows)
@@ -281,7 +283,8 @@ def some_episodes(self:FrameStore,
     "The store of some episodes, in their order; ValueError for none, or for one that there is not."
     kept = np.unique(np.asarray(episodes, int))
     if not len(kept) or kept[0] < 0 or kept[-1] >= self.n_episodes:
-        raise ValueError(f"{self.path} has episodes 0..{self.n_episodes-1}, asked for {kept.tolist()}; needed is one or more of them")
+        raise ValueError(
+            f"{self.path} has episodes 0..{self.n_episodes-1}, asked for {kept.tolist()}; needed is one or more of them")
     rows,part = np.flatnonzero(np.isin(self.episode, kept)),copy.copy(self)
     part.images = {k: Rows(v, rows) for k,v in self.images.items()}
     part.state,part.action,part.prompt_of = self.state[rows],self.action[rows],self.prompt_of[rows]

@@ -49,7 +49,8 @@ def check_counts(
     there = dict(total_episodes=len(n), total_frames=sum(n), total_tasks=len(said))
     for k,v in there.items():
         if info.get(k) != v:
-            raise ValueError(f"{path}: meta/info.json says {k} {info.get(k)!r}, found {v}; a file did not arrive, or is of another "
+            raise ValueError(
+                f"{path}: meta/info.json says {k} {info.get(k)!r}, found {v}; a file did not arrive, or is of another "
                              f"version. {AGAIN}")
     if (numbers := [r["episode_index"] for r in episodes]) != list(range(len(n))):
         raise ValueError(f"{path}: meta/episodes has episodes {str(numbers)[:80]}, data/ has 0..{len(n)-1}. {AGAIN}")
@@ -59,7 +60,8 @@ def check_counts(
             raise ValueError(f"{path}: meta/episodes says of episode {e}: {wrong[0]} in the rows of data/. {AGAIN}")
         text = said[rows.task[start]]
         if r.get("tasks") and text not in [normalize("NFC", name) for name in r["tasks"]]:
-            raise ValueError(f"{path}: meta/episodes says of episode {e}: tasks {r['tasks']!r:.200}, its rows have the instruction "
+            raise ValueError(
+                f"{path}: meta/episodes says of episode {e}: tasks {r['tasks']!r:.200}, its rows have the instruction "
                              f"{text!r:.200}. {AGAIN}")
 
 # %% ../../nbs/data/11_gate.ipynb #2621db0f
@@ -72,9 +74,12 @@ def check_data_files(path, info:dict, rows:Rows, episodes:list):
         where = {k: r.get(f"data/{k}") for k in ("chunk_index", "file_index")}
         if any(type(v) is not int for v in where.values()): continue   # older writers do not say it
         name = file_at(info.get("data_path", FIRST), at, **where)
-        if name not in files: raise ValueError(f"there is no {Path(path)/name}, which meta/episodes names; fetch the data set again")
+        if name not in files:
+            raise ValueError(f"there is no {Path(path)/name}, which meta/episodes names; fetch the data set again")
         if not begins[files[name]] <= start < begins[files[name]+1]:
-            raise ValueError(f"{path}: meta/episodes says that episode {r['episode_index']} begins in {name}, its rows do not. {AGAIN}")
+            raise ValueError(
+                f"{path}: meta/episodes says that episode {r['episode_index']} begins in {name}, its rows do "
+                f"not. {AGAIN}")
 
 # %% ../../nbs/data/11_gate.ipynb #a8e7b7bf
 @dataclass(frozen=True)
@@ -123,14 +128,19 @@ def film_span(
     e,n,fps = r["episode_index"],r["length"],info["fps"]
     got = {c: r.get(f"videos/{key}/{c}") for c in SPAN}
     end = r.get(f"videos/{key}/to_timestamp", (got["from_timestamp"] or 0)+n/fps)
-    if any(type(got[c]) is not t for c,t in SPAN.items()) or type(end) is not float or not 0 <= got["from_timestamp"]*fps < 1e12:
-        raise ValueError(f"{path}: meta/episodes says of episode {e}, {key}: {got | dict(to_timestamp=end)}; expected are whole "
+    if any(type(got[c]) is not t
+           for c,t in SPAN.items()) or type(end) is not float or not 0 <= got["from_timestamp"]*fps < 1e12:
+        raise ValueError(
+            f"{path}: meta/episodes says of episode {e}, {key}: {got | dict(to_timestamp=end)}; expected are whole "
                          "numbers and times. Fetch the data set again")
     start = got.pop("from_timestamp")
     if not abs(end-start-n/fps) <= .5/fps:
-        raise ValueError(f"{path}: meta/episodes gives episode {e} the span {start:.3f}..{end:.3f} s of {key}, which is {end-start:.3f} "
+        raise ValueError(
+            f"{path}: meta/episodes gives episode {e} the span {start:.3f}..{end:.3f} s of {key}, which "
+            f"is {end-start:.3f} "
                          f"s long; its {n} rows at {fps} a second take {n/fps:.3f} s. {AGAIN}")
-    return Path(path)/file_at(info.get("video_path"), f"{path}: 'video_path' of meta/info.json", video_key=key, **got),start,end
+    return Path(path)/file_at(info.get("video_path"), f"{path}: 'video_path' of meta/info.json", video_key=key,
+                              **got),start,end
 
 # %% ../../nbs/data/11_gate.ipynb #e9c2ce14
 def check_spans(
@@ -145,11 +155,15 @@ def check_spans(
     for (key,file),parts in of.items():
         parts.sort()
         if parts[-1][1] > films[file].end+.5/films[file].rate:
-            raise ValueError(f"{file} is {films[file].end:.3f} s long and ends before episode {parts[-1][2]} does, at {parts[-1][1]:.3f} s; "
+            raise ValueError(
+                f"{file} is {films[file].end:.3f} s long and ends before episode {parts[-1][2]} does, "
+                f"at {parts[-1][1]:.3f} s; "
                              "was it cut off? Fetch the data set again")
         for (_,end,e),(start,_,after) in zip(parts, parts[1:]):
             if start < end-.5/fps:
-                raise ValueError(f"{path}: the spans of episodes {e} and {after} in {key} overlap: one ends at {end:.3f} s, the other "
+                raise ValueError(
+                    f"{path}: the spans of episodes {e} and {after} in {key} overlap: one ends at {end:.3f} s, the "
+                    f"other "
                                  f"begins at {start:.3f} s, so that pictures would be shown with both. {AGAIN}")
 
 # %% ../../nbs/data/11_gate.ipynb #557b56ba
@@ -174,7 +188,8 @@ def check_size(
 ):
     "ValueError when a picture has another size than info.json says."
     if (want := declared_size(feature)) is not None and tuple(want) != tuple(size):
-        raise ValueError(f"{at}: a picture is {size[0]} x {size[1]} (height x width), meta/info.json says {want[0]} x {want[1]}; "
+        raise ValueError(
+            f"{at}: a picture is {size[0]} x {size[1]} (height x width), meta/info.json says {want[0]} x {want[1]}; "
                          "correct 'features' there, or fetch the data set again")
 
 def first_picture(file, key:str):
@@ -263,7 +278,8 @@ def _index(path:Path)->Index:
     images = {k: head for k in of("image") if (head := first_picture(files[0], k))}
     for k,(size,_) in images.items(): check_size(f"{files[0]}, column {k}", feats[k], size)
     deep = {k for (k,_),(file,_,_) in spans.items() if heads[file].is_deep}
-    deep |= {k for k,(_,mode) in images.items() if mode[0] in "IF"} | {k for k in (*films, *images) if marked_depth(feats[k])}
+    deep |= {k for k,(_,mode) in images.items() if mode[0] in "IF"} | {k for k in (*films, *images)
+                                                                       if marked_depth(feats[k])}
     eps = [Episode(e, s, n, int(rows.task[s]), None if rows.time is None else rows.time[s:s+n])
            for e,(s,n) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist()))]
     return Index(path, info, said, eps, files, rows.file_rows, spans, heads, images, tuple(sorted(deep)))

@@ -14,7 +14,8 @@ from .contents import NOTES, file_hashes
 from .frames import FrameStore, reuse_store, write_store
 from .gate import declared_size, lerobot_index   # other pages take the first from here
 from .layouts import check_layout
-from .lerobot_read import camera_map, episode_list, episode_numbers, episode_pictures, read_lerobot   # other pages take all five from here
+# other pages take all five from here
+from .lerobot_read import camera_map, episode_list, episode_numbers, episode_pictures, read_lerobot
 from .partition import lerobot_tasks, partitions
 from .streams import Task
 
@@ -45,7 +46,8 @@ def fingerprint(
     if not task.source or task.source.get("kind") != "lerobot":
         raise ValueError(f"task {task.id!r} does not come from a LeRobot data set; its source is {task.source}")
     _check_parts(task)
-    parts = [dict(o, path=os.path.realpath(o["path"]), files=file_hashes(o["path"], notes)) for o in task.source["parts"]]
+    parts = [dict(o, path=os.path.realpath(o["path"]), files=file_hashes(o["path"], notes))
+             for o in task.source["parts"]]
     return dict(kind="lerobot", form=FORM, parts=parts, image_size=image_size, cameras=cameras)
 
 def what_it_holds(
@@ -68,14 +70,18 @@ def _of_before(
     "The store, when its data sets are the files that it was made from and are read today as they were then."
     old,made = read_json(out/"meta.json").get("source", {}),(out/"meta.json").stat().st_mtime
     redo = f"{out} notes no hashes, as stores did before data sets were checked"
-    why = None if isinstance(old, dict) and isinstance(old.get("parts"), list) else "it does not say what it was made from"
-    same = why is None and [_sizes(o, made) for o in source["parts"]] == [o | dict(path=os.path.realpath(o["path"]), files=dict(
+    why = (None if isinstance(old, dict) and isinstance(old.get("parts"), list)
+           else "it does not say what it was made from")
+    same = why is None and [_sizes(o, made)
+                            for o in source["parts"]] == [o | dict(path=os.path.realpath(o["path"]), files=dict(
         (k, v) for k,v in o["files"].items() if k != "meta/stats.json")) for o in old["parts"]]
     if why is None and not same: why = "its data sets have changed since, or lie elsewhere"
-    if why is None and any(old.get(k) != source[k] for k in ("image_size", "cameras")): why = "it has another size or other cameras"
+    if why is None and any(old.get(k) != source[k] for k in ("image_size", "cameras")):
+        why = "it has another size or other cameras"
     if why is None:
         for o in source["parts"]: lerobot_index(o["path"])
-        if not all(_is_plain(o, source["cameras"]) for o in source["parts"]): why = "its pictures would be read in another way today"
+        if not all(_is_plain(o, source["cameras"]) for o in source["parts"]):
+            why = "its pictures would be read in another way today"
     if why is None: return FrameStore.open(out)
     raise ValueError(f"{redo}, and {why}; remove the folder, and it is made anew")
 

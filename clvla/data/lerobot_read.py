@@ -34,14 +34,17 @@ def camera_map(
         raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and a camera; "
                               "rename the columns, or name the cameras with `cameras={ours: theirs}`")
     if wrong := [k for k in cameras or () if not str(k).startswith(IMAGES)]:
-        raise ValueError(f"{at}: `cameras` names {wrong[0]!r}, expected a key that begins with {IMAGES!r}, as in {f'{IMAGES}{wrong[0]}'!r}")
+        raise ValueError(
+            f"{at}: `cameras` names {wrong[0]!r}, expected a key that begins with {IMAGES!r}, as "
+            f"in {f'{IMAGES}{wrong[0]}'!r}")
     if wrong := [c for c in (cameras or {}).values() if c not in pics]:
         raise ValueError(f"{at}: column {wrong[0]!r} holds no pictures; the cameras are {pics}")
     if cameras: return dict(cameras)
     shown = [k for k in pics if k not in depth and not marked_depth(feats[k])]
     fronts = [k for k in shown if "depth" not in k.lower()]
     if not fronts:
-        raise ValueError(f"{at}: {pics} hold depth, or are called so, and a policy needs a camera with colours; name the "
+        raise ValueError(
+            f"{at}: {pics} hold depth, or are called so, and a policy needs a camera with colours; name the "
                          "front camera with `cameras={ours: theirs}` if one of them is meant")
     front = IMAGE if IMAGE in fronts else fronts[0]
     return {IMAGE: front, **{k: k for k in shown if k not in (front, IMAGE) and k.startswith(IMAGES)}}
@@ -66,12 +69,14 @@ def _video(path:Path, start:float, size):
         if start > 0: f.seek(math.floor(start/s.time_base), stream=s)
         for frame in f.decode(s):
             if frame.time < start: continue
-            if frame.rotation: raise ValueError(f"it is to be shown turned by {frame.rotation} degrees; encode it upright")
+            if frame.rotation:
+                raise ValueError(f"it is to be shown turned by {frame.rotation} degrees; encode it upright")
             if size and (frame.width, frame.height) != (size, size): frame = frame.reformat(size, size)
             yield frame.time,frame.to_ndarray(format="rgb24")
 
 # %% ../../nbs/data/15_lerobot_read.ipynb #31bd4b8b
-TOLERANCE = 1e-4   # seconds between a row's time and its picture's, as LeRobot allows; beside a tick of the video's clock
+# seconds between a row's time and its picture's, as LeRobot allows; beside a tick of the video's clock
+TOLERANCE = 1e-4
 
 class _Videos:
     "The frames of episodes that lie one behind the other in video files."
@@ -110,15 +115,18 @@ def _in_turn(frames, e:Episode, end:float, file)->tuple:
 def _by_time(frames, e:Episode, start:float, rate:float, file)->tuple:
     "The picture of each row's time: where the video has another rate than the rows."
     if e.time is None:
-        raise ValueError(f"{file} has {rate:g} pictures a second, the rows another rate and no 'timestamp'; fetch it again")
+        raise ValueError(
+            f"{file} has {rate:g} pictures a second, the rows another rate and no 'timestamp'; fetch it again")
     want,got,near = start+np.asarray(e.time, np.float64),[],np.inf
     for t,x in frames:
         while len(got) < e.length and abs(t-want[len(got)]) <= TOLERANCE+1e-5: got.append(x)
         if len(got) == e.length: return got,t
         near = min(near, abs(t-want[len(got)]))
         if t > want[len(got)]: break
-    raise ValueError(f"{file} has {rate:g} pictures a second and none at the time of frame {len(got)} of episode {e.number}, "
-                     f"{want[len(got)]:.4f} s: the nearest is {near:.4f} s away, LeRobot allows {TOLERANCE} s; encode the video at "
+    raise ValueError(
+        f"{file} has {rate:g} pictures a second and none at the time of frame {len(got)} of episode {e.number}, "
+                     f"{want[len(got)]:.4f} s: the nearest is {near:.4f} s away, LeRobot allows {TOLERANCE} s; "
+                     f"encode the video at "
                      "the data set's fps")
 
 # %% ../../nbs/data/15_lerobot_read.ipynb #597b4917
@@ -131,10 +139,13 @@ def _numbers(column, where:str, feature:dict)->np.ndarray:
         x = x.reshape(len(column), -1).astype(np.float32)
     shape = feature.get("shape")
     if isinstance(shape, (list, tuple)) and all(type(n) is int for n in shape) and math.prod(shape) != x.shape[1]:
-        raise ValueError(f"{where}: {x.shape[1]} numbers in a row, meta/info.json gives the shape {list(shape)}; fetch the data set again")
+        raise ValueError(
+            f"{where}: {x.shape[1]} numbers in a row, meta/info.json gives the shape {list(shape)}; fetch the data "
+            f"set again")
     if (bad := np.argwhere(~np.isfinite(x))).size:
         t,k = bad[0].tolist()
-        raise ValueError(f"{where}: number {k} of frame {t} is {x[t,k]}, and a policy can learn from finite numbers only; mend or "
+        raise ValueError(
+            f"{where}: number {k} of frame {t} is {x[t,k]}, and a policy can learn from finite numbers only; mend or "
                          "delete the episode")
     return x
 
@@ -160,7 +171,8 @@ def _batches(index:Index, cols:list, wanted:list):
         inside = (last > at) & (first < at+n)
         if inside.any():
             with reading(path), ParquetFile(path) as f:
-                if lack := [k for k in cols if k not in f.schema_arrow.names]: raise ValueError(f"it lacks columns {lack}")
+                if lack := [k for k in cols if k not in f.schema_arrow.names]:
+                    raise ValueError(f"it lacks columns {lack}")
                 sizes = [f.metadata.row_group(g).num_rows for g in range(f.num_row_groups)]
                 starts = at+np.cumsum([0, *sizes])
                 for g,(start,k) in enumerate(zip(starts, sizes)):
@@ -194,9 +206,12 @@ def _beyond_memory(index:Index, wanted:list, cams:dict, size, at):
     feats = index.info["features"]
     pixels = lambda c: size**2 if size else math.prod(declared_size(feats[c]) or feats[c]["shape"])
     needs = 2*3*max((e.length for e in wanted), default=0)*sum(map(pixels, cams.values()))
-    with open("/proc/meminfo") as f: free = next(int(line.split()[1])*1024 for line in f if line.startswith("MemAvailable"))
+    with open("/proc/meminfo") as f:
+        free = next(int(line.split()[1])*1024 for line in f if line.startswith("MemAvailable"))
     if needs > free:
-        raise ValueError(f"{at}: the longest episode takes {needs/2**30:.1f} GB of memory to decode, {free/2**30:.1f} GB are free; choose "
+        raise ValueError(
+            f"{at}: the longest episode takes {needs/2**30:.1f} GB of memory to decode, {free/2**30:.1f} GB are "
+            f"free; choose "
                          "a smaller image_size, or split the episode")
 
 # %% ../../nbs/data/15_lerobot_read.ipynb #2f1319cd
@@ -206,7 +221,8 @@ def _decoded(index:Index, cams:dict, wanted:list, size, more=()):
     of_rows = [c for c in cams.values() if feats[c]["dtype"] == "image"]
     at = lambda e,c: f"{index.path}, episode {e.number}, column {c}"
     for e,t in _tables(index, list(dict.fromkeys([*more, *of_rows, "frame_index"])), wanted):
-        yield e,{k: _pictures(t[c], size, at(e, c), feats[c]) if c in of_rows else videos(c, e) for k,c in cams.items()},t
+        yield e,{k: _pictures(t[c], size, at(e, c), feats[c]) if c in of_rows else videos(c, e)
+                 for k,c in cams.items()},t
 
 # %% ../../nbs/data/15_lerobot_read.ipynb #951231a6
 def read_lerobot(

@@ -93,12 +93,14 @@ def decode_image(
     mode = PLAIN.get(img.mode, img.mode)
     if img.mode == "P" and "transparency" in img.info: mode = "RGBA"
     if mode not in ("RGB", "RGBA", "L"):
-        raise ValueError(f"{where} has pixels of form {img.mode!r}, more than 8 bits: depth, or a raw picture. Expected "
+        raise ValueError(
+            f"{where} has pixels of form {img.mode!r}, more than 8 bits: depth, or a raw picture. Expected "
                          "are 8 bits of colours or of grey; leave the column out, or store 8 bits")
     if img.getexif().get(ORIENTATION) is not None: img = ImageOps.exif_transpose(img)
     x = as_picture(np.asarray(img if img.mode == mode else img.convert(mode)), where, order="hwc")
     if shape is not None and x.shape[:2] != tuple(shape):
-        raise ValueError(f"{where}: a picture is {x.shape[0]} x {x.shape[1]} (height x width), expected {shape[0]} x {shape[1]} as "
+        raise ValueError(
+            f"{where}: a picture is {x.shape[0]} x {x.shape[1]} (height x width), expected {shape[0]} x {shape[1]} as "
                          "meta/info.json says; a camera has one size in a data set")
     return x if size is None else squeezed(x, size)
 
@@ -111,7 +113,8 @@ def squeezed(
     if picture.shape[:2] == (n, n): return picture
     return np.asarray(Image.fromarray(picture).resize((n, n), Image.BILINEAR))
 
-PLAIN = {"P": "RGB", "PA": "RGBA", "LA": "RGBA", "1": "L", "CMYK": "RGB", "YCbCr": "RGB"}   # mode of a file -> as it is read
+# mode of a file -> as it is read
+PLAIN = {"P": "RGB", "PA": "RGBA", "LA": "RGBA", "1": "L", "CMYK": "RGB", "YCbCr": "RGB"}
 
 # %% ../../nbs/data/06_lerobot_write.ipynb #f1eaa2b7
 QUANTILES = dict(q01=.01, q10=.10, q50=.50, q90=.90, q99=.99)

@@ -66,7 +66,8 @@ def fetch(self:TaskData,
     return self._processed(self._recorded(task_id, idx))
 
 @patch
-def _recorded(self:TaskData, task_id, idx)->dict: return self.store(task_id).gather(idx, self.H) | {TASK_ID: [task_id]*len(idx)}
+def _recorded(self:TaskData, task_id, idx)->dict:
+    return self.store(task_id).gather(idx, self.H) | {TASK_ID: [task_id]*len(idx)}
 
 @patch
 def _processed(self:TaskData, raw:dict)->dict:
@@ -107,7 +108,8 @@ def expect(self:TaskData,
     if self._reader is None: self._reader = ThreadPoolExecutor(1, "clvla-replay")
     gpu = torch.device(device).type == "cuda"
     pinned = lambda batch: {k: v.pin_memory() if gpu and torch.is_tensor(v) else v for k,v in batch.items()}
-    self._expected = [(list(refs), self._reader.submit(lambda refs=refs: pinned(self.read_refs(refs)))) for refs in draws if refs]
+    self._expected = [(list(refs), self._reader.submit(lambda refs=refs: pinned(self.read_refs(refs))))
+                      for refs in draws if refs]
 
 @patch
 def forget(self:TaskData, end:bool=False):

@@ -70,11 +70,14 @@ def lerobot_tasks(
         raise ValueError(f"{table} needs columns task and task_index, found {sorted(columns)}")
     rows = list(zip(columns["task_index"], texts))
     typed = all(type(number) is int and type(text) is str for number,text in rows)
-    if typed: rows = [(number, normalize("NFC", text)) for number,text in rows]   # one sentence, however its accents are written
+    if typed:
+        # one sentence, however its accents are written
+        rows = [(number, normalize("NFC", text)) for number,text in rows]
     if not typed or len(dict(rows)) < len(rows):
         raise ValueError(f"{table} must give each instruction, a text, a number of its own; found {rows[:6]}")
     if empty := [number for number,text in rows if not text.strip()]:
-        raise ValueError(f"{table}: instruction {empty[0]} is empty, and a policy would be told nothing; write it there")
+        raise ValueError(
+            f"{table}: instruction {empty[0]} is empty, and a policy would be told nothing; write it there")
     return dict(sorted(rows))
 
 # %% ../../nbs/data/04_partition.ipynb #7c206755
@@ -87,7 +90,8 @@ def used_tasks(
         from pyarrow.parquet import ParquetFile
         with reading(regular(file)), ParquetFile(file) as f:
             if "tasks" not in f.schema_arrow.names: return said
-            for tasks in f.read(columns=["tasks"])["tasks"].to_pylist(): names |= {normalize("NFC", text) for text in tasks or ()}
+            for tasks in f.read(columns=["tasks"])["tasks"].to_pylist():
+                names |= {normalize("NFC", text) for text in tasks or ()}
     return {number: text for number,text in said.items() if text in names} if names & {*said.values()} else said
 
 # %% ../../nbs/data/04_partition.ipynb #15283ab3
@@ -142,7 +146,8 @@ def absolute_folders(
     names  # of registered streams
 ):         # the same, each folder with its whole path
     "Folders by their whole path, so that a run goes on from another working folder."
-    if isinstance(suite, dict): return suite | dict(base=absolute_folders(suite["base"], names)) if "base" in suite else suite
+    if isinstance(suite, dict):
+        return suite | dict(base=absolute_folders(suite["base"], names)) if "base" in suite else suite
     if isinstance(suite, (list, tuple)): return [absolute_folders(one, names) for one in suite]
     if not isinstance(suite, (str, Path)) or str(suite) in ("", *names) or not Path(suite).is_dir(): return suite
     return os.path.abspath(suite)
@@ -162,8 +167,11 @@ def fetch(
     data = Path(folder or os.environ.get("CLVLA_DATA") or "~/.cache/clvla").expanduser()
     out = data/"hub"/org/re.sub("[^\\w.@-]", "-", f"{name}@{revision}" if revision else name)
     if (out/".fetched.json").exists():
-        if (there := read_json(out/".fetched.json").get("revision")) in (None, revision): return out   # None: it does not say
-        raise ValueError(f"{out} holds revision {there!r} of {org}/{name}, and {revision!r} would lie in the same folder; take another "
+        if (there := read_json(out/".fetched.json").get("revision")) in (None, revision):
+            return out   # None: it does not say
+        raise ValueError(
+            f"{out} holds revision {there!r} of {org}/{name}, and {revision!r} would lie in the same folder; take "
+            f"another "
                          "data folder (CLVLA_DATA), or name the revision by its hash")
     require("huggingface_hub", "lerobot")
     from huggingface_hub import snapshot_download

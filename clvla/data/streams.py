@@ -30,7 +30,9 @@ class Task:
             raise ValueError(f"task {self.id!r}: budget is a number of steps (optimizer steps of a policy, environment "
                              f"steps of an agent) above 0, found {self.budget!r}")
         if self.budget is not None and self.budget > 10**11:
-            raise ValueError(f"task {self.id!r}: a budget of {self.budget} steps cannot end (at a thousand a second {self.budget//31_536_000_000:,} "
+            raise ValueError(
+                f"task {self.id!r}: a budget of {self.budget} steps cannot end (at a thousand a "
+                f"second {self.budget//31_536_000_000:,} "
                              f"years); set it to {10**11} or less")
         if type(self.trained) is not bool:
             raise ValueError(f"task {self.id!r}: trained is true or false, found {self.trained!r}")
@@ -82,7 +84,8 @@ def _check_stream(
     "ValueError for names that lead out of a folder, no tasks, ids that are there twice, or no cycle."
     out = lambda x: isinstance(x, str) and (x.startswith("/") or ".." in x.replace("\\", "/").split("/"))
     if wrong := [x for x in (name, *ids) if out(x)]:
-        raise ValueError(f"stream {name!r}: {wrong[0]!r} leads out of the folders that it names; choose a name without '..'")
+        raise ValueError(
+            f"stream {name!r}: {wrong[0]!r} leads out of the folders that it names; choose a name without '..'")
     if not ids: raise ValueError(f"stream {name!r} has no tasks; a stream needs at least one")
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise ValueError(f"stream {name!r} has task ids twice: {twice}")

@@ -44,7 +44,8 @@ def check_perturbs(
     "ValueError for a task whose environment cannot be changed as its spec says."
     for task in tasks:
         spec = task.eval_env or task.env
-        if perturb := perturb_of(spec.get("perturb", {})): check_perturb(kind_of(spec), spec, perturb, f"task {task.id!r}")
+        if perturb := perturb_of(spec.get("perturb", {})):
+            check_perturb(kind_of(spec), spec, perturb, f"task {task.id!r}")
 
 def perturbed(
     tasks:list,  # of a stream

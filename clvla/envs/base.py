@@ -138,12 +138,15 @@ def _restore_env(self:Env,
 ):
     "Stand where `save` was called: what follows, pictures too, is the same to the bit."
     if self.trial != (trial := snapshot["trial"]): raise ValueError(
-        f"{self.task_id}: the snapshot is of trial {trial}, this environment has begun {self.trial}; call reset({trial}) first")
+        f"{self.task_id}: the snapshot is of trial {trial}, this environment has begun {self.trial}; call "
+        f"reset({trial}) first")
     self._restore(snapshot["sim"])
     self.t,self.ended,self.cut,self.watched = snapshot["t"],snapshot["ended"],snapshot["cut"],{}
 
 def _no_snapshot(self:Env, reuse):
-    raise NotImplementedError(f"environments of kind {self.kind!r} have no snapshots; begin the trial again with reset, and "
+    raise NotImplementedError(
+        f"environments of kind {self.kind!r} have no snapshots; begin the trial again with reset, and "
                               "repeat its actions")
 
-Env.save,Env.restore,Env._save = _save_env,_restore_env,_no_snapshot   # a worker in another interpreter has no fastcore, and so no `patch`
+# a worker in another interpreter has no fastcore, and so no `patch`
+Env.save,Env.restore,Env._save = _save_env,_restore_env,_no_snapshot

@@ -24,7 +24,8 @@ def send(sock, **message):
     except OSError as e:
         if e.errno != errno.EMSGSIZE: raise
         most = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        raise ValueError(f"a message of {len(text)} bytes with {', '.join(message)} is longer than the socket carries, which is "
+        raise ValueError(
+            f"a message of {len(text)} bytes with {', '.join(message)} is longer than the socket carries, which is "
                          f"less than {most}; put what is long into a file, and send its path") from None
 
 class _Buffer(threading.local):
@@ -45,7 +46,8 @@ def _start(run:str, fds:tuple, python, env, output:int)->subprocess.Popen:
     "The process of a `Process`: it inherits the open files `fds`, and nothing of them is in its command but their numbers."
     code = "from clvla.envs.child import child; child()"
     command = [python or sys.executable, "-P", "-c", code, str(os.getpid()), *run.split(":"), *map(str, fds)]
-    return subprocess.Popen(command, env=child_env(python)|(env or {}), pass_fds=fds, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    return subprocess.Popen(command, env=child_env(python)|(env or {}), pass_fds=fds, stdin=subprocess.DEVNULL,
+                            stdout=output, stderr=output)
 
 # %% ../../nbs/envs/02_child.ipynb #ccc7df87
 class Process:
@@ -79,7 +81,8 @@ class Process:
     ):
         "Dismiss it, kill it if it still runs, and close its files."
         self.dismiss()
-        for seconds in (patience, 10) if self.proc is not None else ():   # one inside a device driver outlives the second, until it comes out
+        # one inside a device driver outlives the second, until it comes out
+        for seconds in (patience, 10) if self.proc is not None else ():
             try: self.proc.wait(seconds)
             except subprocess.TimeoutExpired: self.proc.kill()
         if self.output is not None:
@@ -114,15 +117,18 @@ def child():
 
 def report(e:Exception)->dict:
     "An error as a message that `raise_as` understands."
-    return dict(type=type(e).__name__, message=str(e)[:20_000], traceback="".join(traceback.format_exception(e))[-20_000:])
+    return dict(type=type(e).__name__, message=str(e)[:20_000],
+                traceback="".join(traceback.format_exception(e))[-20_000:])
 
 # %% ../../nbs/envs/02_child.ipynb #eec7bfd1
 def raise_as(
     error:dict # what a child reported
 ):
     "Raise a child's error here, with its traceback: as its own class where users know it, else as RuntimeError."
-    known = {e.__name__: e for e in (ContractError, ValueError, ImportError, ModuleNotFoundError, OSError, FileNotFoundError)}
-    said = error["message"] if error["type"] in (*known, "RuntimeError") else f"{error['type']} in a worker: {error['message']}"
+    known = {e.__name__: e
+             for e in (ContractError, ValueError, ImportError, ModuleNotFoundError, OSError, FileNotFoundError)}
+    said = (error["message"] if error["type"] in (*known, "RuntimeError")
+            else f"{error['type']} in a worker: {error['message']}")
     e = known[error["type"]](said) if error["type"] in known else RuntimeError(
         f"{said}. The worker's own traceback is below; the same call in this process, without a worker, shows it best")
     e.add_note("In the worker:\n"+error["traceback"])

@@ -76,7 +76,8 @@ class DotScene(Scene):
         self.bright,self.squares,render = 1.,[],env.render
         def changed(out=None, camera="front"):
             picture = render(out, camera=camera)
-            for row,column,r,colour in self.squares if camera == "front" else (): picture[row:row+r, column:column+r] = colour
+            for row,column,r,colour in self.squares if camera == "front" else ():
+                picture[row:row+r, column:column+r] = colour
             picture[:] = np.clip(picture*self.bright, 0, 255)
             return picture
         env.render = changed

@@ -24,7 +24,8 @@ def plan_of(
     check_expert(env)
     try: here = env.save()
     except NotImplementedError: raise ContractError(
-        f"{env.task_id}: a plan of the expert needs snapshots, and environments of kind {env.kind!r} have none; let the "
+        f"{env.task_id}: a plan of the expert needs snapshots, and environments of kind {env.kind!r} have none; let "
+        f"the "
         "expert take over by time (late), or from the first step (gate 0)") from None
     actions,env.is_seen = [],False   # nobody looks
     try:

@@ -73,7 +73,8 @@ def picture_of(env, method, picture, out=None, camera="front")->np.ndarray:
 def as_seen(env, method, picture, camera, span=None)->np.ndarray: # (h,w,3) uint8
     "A picture of any form, as page *core/pictures* takes it."
     try: return as_picture(picture, f"{whose(env, method)}, camera {camera!r}", span)
-    except ValueError as e: raise ContractError(f"{e}; expected of an environment is uint8 (h,w,3), or floats in 0..1") from None
+    except ValueError as e:
+        raise ContractError(f"{e}; expected of an environment is uint8 (h,w,3), or floats in 0..1") from None
 
 # %% ../../nbs/envs/09_guard.ipynb #df3f8619
 def numbers_of(env, method, v, n:int, name:str)->np.ndarray: # (n,) float32
@@ -110,7 +111,8 @@ def chunk_of(env, method, answer, actions, out=None, watch=())->tuple:
         _misfit(env, method, f"n_steps {shown(n)} for {most} actions, terminated {terminated}, truncated {truncated}",
                 f"{most}, or fewer where the episode ended")
     usual = type(rewards) is np.ndarray and rewards.dtype == float and rewards.shape == (n,)
-    if not (usual and np.isfinite(rewards).all()): rewards = numbers_of(env, method, rewards, n, "rewards").astype(float)
+    if not (usual and np.isfinite(rewards).all()):
+        rewards = numbers_of(env, method, rewards, n, "rewards").astype(float)
     if lacking := sorted(k for k in watch if k <= n and k not in env.watched):
         _misfit(env, method, f"observations of steps {sorted(env.watched)}", f"in `watched` also those of {lacking}")
     for k in env.watched: observation_of(env, method, env.watched[k])
@@ -131,8 +133,10 @@ def as_it_is(env, method, answer, *args, **kw):
     return answer
 
 SEEDED = "the start that a seed of 63 bits draws; seed % 2**32 fits a generator of 32 bits"
-ANSWERS = dict(_begin=(as_it_is, SEEDED), _act=(outcome_of, "reward, success, terminated"),   # name -> check, what is expected
-               render=(picture_of, "a picture"), obs=(observation_of, "the observation"), expert=(action_of, "an action"),
+# name -> check, what is expected
+ANSWERS = dict(_begin=(as_it_is, SEEDED), _act=(outcome_of, "reward, success, terminated"),
+               render=(picture_of, "a picture"), obs=(observation_of, "the observation"),
+               expert=(action_of, "an action"),
                close=(as_it_is, "that it ends"))
 WHOLE = dict(reset=(observation_of, "the observation"), step=(outcome_of, "reward, success, terminated, truncated"),
              step_chunk=(chunk_of, "obs, rewards, success, terminated, truncated, n_steps"))
@@ -158,7 +162,8 @@ def made(
     "Build an environment; an error names its class."
     try: return kind.make(spec, **kw)
     except (Exception, SystemExit) as e:
-        raised(e, f"{author(kind if kind.env is None else kind.env)}.__init__ of task {spec.get('task_id', spec['name'])!r}", "an environment")
+        raised(e, f"{author(kind if kind.env is None else kind.env)}.__init__ of "
+                  f"task {spec.get('task_id', spec['name'])!r}", "an environment")
 
 def _guarded(env, name, call, check, expected):
     "A method whose answer is checked."

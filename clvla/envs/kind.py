@@ -24,16 +24,19 @@ class _Attributes:
     heavy = False       # its environments weigh hundreds of megabytes, so they share a queue instead of owning a row
     defaults = dict(n_demos=25, steps_per_task=200, image_size=48, action_norm="min_max", head="flow",
                     chunk=8, lr=1e-3) # settings that suit it
-    agents = dict(cycles=2, steps_per_task=2048, eval_every=1024, n_trials=10, image_size=16) # the same of agents that learn by reward
+    # the same of agents that learn by reward
+    agents = dict(cycles=2, steps_per_task=2048, eval_every=1024, n_trials=10, image_size=16)
     recipe = dict(noise=.15, tail=4, fps=10) # how demonstrations are recorded: arguments of `make_demos`
     rates = ()          # frames a second that data sets of its steps are labelled with; (): that of the recipe
     n_starts = None     # trials below it are the benchmark's own initial states
     hints = {}          # names that people try as a stream -> what to tell them
-    engine = sizes = None # methods of a kind that steps many environments together: (spec, seeds, threads) -> engine; (spec) -> sizes
+    # methods of a kind that steps many environments together: (spec, seeds, threads) -> engine; (spec) -> sizes
+    engine = sizes = None
     python = None       # interpreter of its worker processes, with clvla and the simulator; None = this one
     scene = None        # what can be changed about its environments when they are evaluated: a subclass of `Scene`
     sentences = False   # whether its instructions are sentences, whose words an evaluation can change
-    messages = None     # how vla-eval's benchmark of it has to be set, and its words for state and actions: dict(params, state, action)
+    # how vla-eval's benchmark of it has to be set, and its words for state and actions: dict(params, state, action)
+    messages = None
     guides = None       # what its environments have for an expert beside a policy, of "expert" and "snapshots"; None = what the class `env` says
 
 # %% ../../nbs/envs/01_kind.ipynb #6edf15ee

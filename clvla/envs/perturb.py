@@ -23,16 +23,19 @@ def perturb_of(
     if isinstance(said, str): said = dict(_one(word) for word in said.split("+") if word.strip() not in ("", PLAIN))
     for name,strength in said.items():
         if name not in PERTURBATIONS:
-            raise ValueError(f"perturb: there is no {name!r}{closest(name, PERTURBATIONS)}; there are {', '.join(PERTURBATIONS)}")
+            raise ValueError(
+                f"perturb: there is no {name!r}{closest(name, PERTURBATIONS)}; there are {', '.join(PERTURBATIONS)}")
         if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 < strength <= STRONGEST:
-            raise ValueError(f"perturb: {name} has strength {strength!r}, expected a number above 0, at most {STRONGEST:g}")
+            raise ValueError(
+                f"perturb: {name} has strength {strength!r}, expected a number above 0, at most {STRONGEST:g}")
     return {name: float(said[name]) for name in PERTURBATIONS if name in said}
 
 def _one(word:str)->tuple:
     "Name and strength of one word."
     name,colon,strength = word.strip().partition(":")
     try: return name,float(strength) if colon else 1.
-    except ValueError: raise ValueError(f"perturb: {word!r} has strength {strength!r}, expected a number, as in {name}:0.5") from None
+    except ValueError:
+        raise ValueError(f"perturb: {word!r} has strength {strength!r}, expected a number, as in {name}:0.5") from None
 
 def label_of(perturb:dict)->str: # "" for none
     "What records say of it; `perturb_of` reads it."
@@ -48,10 +51,14 @@ def perturbs_of(
 
 # %% ../../nbs/envs/10_perturb.ipynb #0d0a940d
 SYNONYMS = dict(
-    press="hit", button="switch", left="left-hand", right="right-hand", middle="central", rotate="turn", faucet="tap", close="shut",
-    clockwise="rightwards", put="set", pick="lift", place="lay", bowl="dish", plate="saucer", cabinet="cupboard", basket="hamper",
-    mug="cup", stove="cooker", top="upper", bottom="lower", book="volume", box="carton", puck="disc", goal="target", handle="grip", wall="barrier",
-    grasp="grab", pull="tug", get="take", reach="touch", door="gate", peg="pin", move="bring", dot="point", bottle="flask", rack="holder")
+    press="hit", button="switch", left="left-hand", right="right-hand", middle="central", rotate="turn", faucet="tap",
+                close="shut",
+    clockwise="rightwards", put="set", pick="lift", place="lay", bowl="dish", plate="saucer", cabinet="cupboard",
+                basket="hamper",
+    mug="cup", stove="cooker", top="upper", bottom="lower", book="volume", box="carton", puck="disc", goal="target",
+                handle="grip", wall="barrier",
+    grasp="grab", pull="tug", get="take", reach="touch", door="gate", peg="pin", move="bring", dot="point",
+                bottle="flask", rack="holder")
 SYNONYMS["counter-clockwise"] = "anti-clockwise"
 PHRASES = "please {}","{} please","now {}","could you {}","your task is to {}"
 
@@ -73,7 +80,8 @@ def told(
     seed:int=0   # base seed of the trials
 )->str:
     "The sentence of a trial."
-    return reworded(task.prompt, perturb["words"], np_rng(seed, "perturb", "words", task.id, trial)) if "words" in perturb else task.prompt
+    return (reworded(task.prompt, perturb["words"], np_rng(seed, "perturb", "words", task.id, trial))
+            if "words" in perturb else task.prompt)
 
 # %% ../../nbs/envs/10_perturb.ipynb #05659310
 class Scene:
@@ -91,7 +99,9 @@ def check_perturb(
     "ValueError for a perturbation that the environment cannot have."
     has = kind.perturbs(spec)
     if lacking := [name for name in perturb if name not in has]:
-        raise ValueError(f"{where}: {kind.label or spec['kind']} cannot change its {lacking[0]}, only {', '.join(has) or 'nothing'}; leave {lacking[0]} out of perturb")
+        raise ValueError(
+            f"{where}: {kind.label or spec['kind']} cannot change its {lacking[0]}, "
+            f"only {', '.join(has) or 'nothing'}; leave {lacking[0]} out of perturb")
 
 # %% ../../nbs/envs/10_perturb.ipynb #a63bc811
 def under(

@@ -220,7 +220,8 @@ def _result(self:EnvPool, slot, s)->Result:
                   rewards=memory["rewards"][slot,:n].copy(), success=success, terminated=terminated,
                   truncated=truncated, n_steps=n, restarted=s.restarted,
                   seconds=tuple(memory["seconds"][slot].tolist()), opened=not s.begun, watched=watched,
-                  success_at=int(memory["success_at"][slot]), **(self._expert(slot, n) if n and self._guided[slot] else {}))
+                  success_at=int(memory["success_at"][slot]),
+                  **(self._expert(slot, n) if n and self._guided[slot] else {}))
 
 @patch
 def _expert(self:EnvPool, slot, n)->dict:
@@ -239,8 +240,11 @@ def _share_memory(self:EnvPool, facts:list):
     self.cameras = tuple(self.sizes)
     layout = memory_layout(len(self), self.sizes, self.state_dim, self.action_dim, self.H, self.discrete)
     if (needed := layout["size"]/1e9) > (there := memory_gb()):
-        raise ValueError(f"{len(self)} environments with pictures of {self.sizes} pixels and chunks of {self.H} steps need {needed:.0f} GB, "
-                         f"and this machine has {there:.0f} GB; take smaller pictures (image_size), or fewer rows at a time (rows_per_task)")
+        raise ValueError(
+            f"{len(self)} environments with pictures of {self.sizes} pixels and chunks of {self.H} steps "
+            f"need {needed:.0f} GB, "
+                         f"and this machine has {there:.0f} GB; take smaller pictures (image_size), or fewer rows at "
+                         f"a time (rows_per_task)")
     self._memory = self.supervisor.share_memory(layout, like)
     self._watch = [()]*len(self)   # of each slot's last chunk: the steps whose observations are wanted
     self._guided = [False]*len(self) # whether an expert had a part in it

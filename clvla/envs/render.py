@@ -51,7 +51,8 @@ def own_gpu(
     if index is None or environ.get("MUJOCO_EGL_DEVICE_ID"): return ()
     names = [n.strip() for n in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if n.strip()]
     if not names: return index,
-    return (int(names[index]),) if index < len(names) and all(n.isdigit() for n in names) else ()   # a UUID: EGL knows none
+    # a UUID: EGL knows none
+    return (int(names[index]),) if index < len(names) and all(n.isdigit() for n in names) else ()
 
 # %% ../../nbs/envs/04_render.ipynb #9940d77b
 @functools.cache

@@ -41,7 +41,8 @@ def _light(self:MujocoScene, strength, rng):
     "Other colours and another brightness of all lights, the one at the camera included."
     factor = np.exp(strength*unit(rng))
     head = self.model.vis.headlight
-    for array in (self.model.light_diffuse, self.model.light_ambient, head.diffuse, head.ambient): self.change(array, array*factor)
+    for array in (self.model.light_diffuse, self.model.light_ambient, head.diffuse, head.ambient):
+        self.change(array, array*factor)
 
 MujocoScene.light = _light   # a worker in another interpreter has no fastcore, and so no `patch`
 
@@ -94,7 +95,8 @@ def _distractors(self:MujocoScene, strength, rng):
     for k in range(max(1, round(3*strength))):
         half,colour = rng.uniform(.02, .04),COLOURS[rng.integers(len(COLOURS))]
         taken.append(self._place_for(rng, taken))
-        thing = shapes[rng.integers(3)],np.full(3, half),np.array([*taken[-1], self.area()[0][2]+half]),np.array([*colour, 1.])
+        thing = shapes[rng.integers(3)],np.full(3, half),np.array(
+            [*taken[-1], self.area()[0][2]+half]),np.array([*colour, 1.])
         for renderer in self.renderers(): renderer.things.append(thing)
     self.undo += [renderer.things.clear for renderer in self.renderers()]
 

@@ -27,7 +27,8 @@ class Member:
 # %% ../../nbs/envs/08_supervisor.ipynb #5d1e0001
 class Supervisor:
     "Processes that work for this one, replaced when they are lost; a subclass says what their work is."
-    silence,idle,patience = "no answer","nothing to wait for",0.   # names of a hang and of a wait in vain; seconds to go by themselves
+    # names of a hang and of a wait in vain; seconds to go by themselves
+    silence,idle,patience = "no answer","nothing to wait for",0.
     def __init__(self,
         members:list,            # of `Member`
         start_timeout:float=120, # seconds without a word after which a process that starts counts as hung
@@ -168,7 +169,8 @@ class Workers(Supervisor):
     def check_open(self):
         if not self._finalizer.alive: raise ValueError("this pool is closed; make a new one")
     def hung_at(self, w)->float: return w.alive_at+(self.start_timeout if w.starting or w.opening else self.timeout)
-    def failed(self, w, error): self.replace(w, "{type}: {message}\nan error in the worker:\n{traceback}".format(**error))
+    def failed(self, w, error):
+        self.replace(w, "{type}: {message}\nan error in the worker:\n{traceback}".format(**error))
 
 # %% ../../nbs/envs/08_supervisor.ipynb #ddf9cdea
 @patch
@@ -177,7 +179,8 @@ def start(self:Workers)->list: # what `worker.about` says of each slot's environ
     for w in self.members: self.launch(w)
     about = {}   # slot -> facts of its environment: task id, prompt, cameras, sizes
     for w in self.members: about |= self._await_start(w)
-    for slot,s in enumerate(self.slots): s.task_id,s.prompt,s.author = [about[slot][k] for k in ("task_id", "prompt", "author")]
+    for slot,s in enumerate(self.slots):
+        s.task_id,s.prompt,s.author = [about[slot][k] for k in ("task_id", "prompt", "author")]
     return [about[slot] for slot in range(len(self.slots))]
 
 @patch
@@ -251,7 +254,8 @@ def answer(self:Workers, w, message)->dict|None:
 def lost(self:Workers, w, why):
     "Every episode that a lost worker had under way is void; RuntimeError when one has begun again too often."
     lost = [self.slots[slot] for slot in w.slots if self.slots[slot].under_way]
-    w.opening = {slot for slot in w.slots if self.slots[slot].under_way}   # built at the new one's start, or at their first reset
+    # built at the new one's start, or at their first reset
+    w.opening = {slot for slot in w.slots if self.slots[slot].under_way}
     for slot in w.slots: self.slots[slot].begun = False
     for s in lost: s.failures += 1
     # never empty: only a worker that owes an answer is watched, and the slot that waits for it has an episode

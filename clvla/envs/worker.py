@@ -86,7 +86,8 @@ def write_obs(memory, index, obs, prefix=""):
         if array is None: continue
         place = array[index]
         if key == STATE: place[:len(value)] = value
-        elif not (isinstance(value, np.ndarray) and np.may_share_memory(place, value)): array[index] = value   # else it was drawn there
+        elif not (isinstance(value, np.ndarray) and np.may_share_memory(place, value)):
+            array[index] = value   # else it was drawn there
 
 # %% ../../nbs/envs/07_worker.ipynb #b9dce155
 def about(env)->dict:
@@ -158,7 +159,8 @@ def memory_layout(
     obs = {**{IMAGES+c: ((h,h,3), "u1") for c,h in sizes.items()}, STATE: ((S,), "f4")}
     arrays = {k: ((n,*shape), dtype) for k,(shape,dtype) in obs.items()}
     if discrete: arrays[N_ACTIONS] = ((n,), "i8")
-    arrays |= dict(action=((n,H,A), "f4"), rewards=((n,H), "f8"), flags=((n,3), "u1"), n_steps=((n,), "i4"), success_at=((n,), "i4"),
+    arrays |= dict(action=((n,H,A), "f4"), rewards=((n,H), "f8"), flags=((n,3), "u1"), n_steps=((n,), "i4"),
+                   success_at=((n,), "i4"),
                    seconds=((n,3), "f8"), plan=((n,H,A), "f4"), n_plan=((n,), "i4"), by_expert=((n,), "u1"))
     arrays |= {"watched."+k: ((n,H,*shape), dtype) for k,(shape,dtype) in obs.items()}
     return lay_out(arrays)

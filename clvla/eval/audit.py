@@ -119,10 +119,12 @@ def audit(
     "Every two results against each other; ValueError for fewer than two, or one name twice."
     names = [r.name for r in results]
     if len(names) < 2: raise ValueError(f"an audit compares two results or more, found {names}")
-    if len(set(names)) < len(names): raise ValueError(f"each result needs a name of its own, found {names}; write NAME=PATH")
+    if len(set(names)) < len(names):
+        raise ValueError(f"each result needs a name of its own, found {names}; write NAME=PATH")
     found = [against(a, b) for a,b in combinations(results, 2)]
     for v,p in zip(found, holm([v.p for v in found])): v.p_holm = p
-    for v in found: v.says = "shown" if v.p_holm <= .05 else "alike" if -margin < v.low and v.high < margin else "too small to tell"
+    for v in found:
+        v.says = "shown" if v.p_holm <= .05 else "alike" if -margin < v.low and v.high < margin else "too small to tell"
     return found
 
 # %% ../../nbs/eval/12_audit.ipynb #3c954b95
@@ -143,7 +145,10 @@ class AuditConfig:
 def check_audit(cfg:AuditConfig)->AuditConfig:
     "ValueError for a margin that is none."
     if not 0 <= cfg.margin <= 100: raise ValueError(f"margin is {cfg.margin}, expected points from 0 to 100")
-    if cfg.matrices and (cfg.plan or cfg.out): raise ValueError("matrices are read for their metrics alone; leave plan and out away (a plan whose endpoint is BWT goes with clvla compare)")
+    if cfg.matrices and (cfg.plan or cfg.out):
+        raise ValueError(
+            "matrices are read for their metrics alone; leave plan and out away (a plan whose endpoint is BWT goes "
+            "with clvla compare)")
     return cfg
 
 # %% ../../nbs/eval/12_audit.ipynb #4b913419
@@ -151,18 +156,22 @@ def percent(x:float)->str: return f"{100*x:.1f}"
 
 def sentence(v:Verdict)->str:
     "A comparison for a paper."
-    how = f"{v.n} initial states that both were tried on, McNemar's exact test" if v.test == "McNemar" else f"{v.n} episodes each or more, unpaired, Fisher's exact test"
+    how = (f"{v.n} initial states that both were tried on, McNemar's exact test" if v.test == "McNemar"
+           else f"{v.n} episodes each or more, unpaired, Fisher's exact test")
     what = dict(shown="differ", alike="are alike within the margin").get(v.says, "cannot be told apart")
-    line = (f"{v.a} and {v.b} {what}: {percent(v.difference)} points, 95 % interval [{percent(v.low)}, {percent(v.high)}], "
+    line = (f"{v.a} and {v.b} {what}: {percent(v.difference)} points, 95 % interval "
+            f"[{percent(v.low)}, {percent(v.high)}], "
             f"p = {v.p_holm:.2g} after Holm ({how}).")
     if v.says != "too small to tell": return line
-    more = f"about {v.needed:,.0f} episodes each would show the difference that was measured" if v.needed < 1e7 else "no number of episodes shows a difference of 0"
+    more = (f"about {v.needed:,.0f} episodes each would show the difference that was measured" if v.needed < 1e7
+            else "no number of episodes shows a difference of 0")
     return f"{line} So many episodes show differences from {percent(v.smallest)} points on (power 80 %); {more}."
 
 # %% ../../nbs/eval/12_audit.ipynb #0ca72182
 def table(results:list)->pd.DataFrame:
     "Success in percent, with Wilson's 95 % interval, over all tasks."
-    row = lambda r: dict(name=r.name, success=100*r.rate, low=100*r.interval[0], high=100*r.interval[1], k=r.k, n=r.n, tasks=len(r.counts))
+    row = lambda r: dict(name=r.name, success=100*r.rate, low=100*r.interval[0], high=100*r.interval[1], k=r.k, n=r.n,
+                         tasks=len(r.counts))
     t = pd.DataFrame([row(r) for r in results])
     if not any(r.credit for r in results): return t
     credit = [[100*x for x in r.credit or [float("nan")]*3] for r in results]
@@ -171,17 +180,20 @@ def table(results:list)->pd.DataFrame:
 def by_task(results:list)->pd.DataFrame:
     "Success on each task in percent, with Wilson's 95 % interval."
     cell = lambda k, n: f"{100*k/n:.0f} [{100*float(wilson(k, n)[0]):.0f}, {100*float(wilson(k, n)[1]):.0f}]"
-    return pd.DataFrame({r.name: {t: cell(k, n) for t,(k,n) in r.counts.iterrows()} for r in results}).fillna("not measured")
+    return pd.DataFrame({r.name: {t: cell(k, n) for t,(k,n) in r.counts.iterrows()}
+                         for r in results}).fillna("not measured")
 
 # %% ../../nbs/eval/12_audit.ipynb #1ebc75d0
-ABOUT = ("All of this is about the policies that were tried. How other trainings by the same methods would compare, episodes "
+ABOUT = ("All of this is about the policies that were tried. How other trainings by the same methods would compare, "
+         "episodes "
          "of one training each cannot say; seeds can (clvla compare).")
 
 def scenes(results:list)->list:
     "A sentence, where one was played under a perturbation and another was not, or under another one."
     if len({r.changed for r in results}) < 2: return []
     said = "; ".join(f"{r.name} {'under '+r.changed if r.changed else 'as the tasks are'}" for r in results)
-    return [f"They were not played in one scene ({said}): a difference between two of them is one of scenes as much as one of policies."]
+    return [f"They were not played in one scene ({said}): a difference between two of them is one of scenes as much "
+            f"as one of policies."]
 
 def paragraph(results:list, verdicts:list)->str:
     "All of it in sentences."
@@ -193,26 +205,33 @@ def paragraph(results:list, verdicts:list)->str:
     return "\n".join([*map(line, results), *map(sentence, verdicts), *scenes(results), ABOUT])
 
 # %% ../../nbs/eval/12_audit.ipynb #67b8ba71
-LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+                                            "^": r"\textasciicircum{}"}
 
 def latex(results:list)->str:
     "The table of results in LaTeX."
     safe = lambda text: "".join(LATEX.get(c, c) for c in text)
-    rows = [f"{safe(r['name'])} & {r.success:.1f} & [{r.low:.1f}, {r.high:.1f}] & {r.k}/{r.n} \\\\" for _,r in table(results).iterrows()]
-    return "\n".join([r"\begin{tabular}{lrrr}", r"& success \% & 95 \% interval & episodes \\ \hline", *rows, r"\end{tabular}"])
+    rows = [f"{safe(r['name'])} & {r.success:.1f} & [{r.low:.1f}, {r.high:.1f}] & {r.k}/{r.n} \\\\"
+            for _,r in table(results).iterrows()]
+    return "\n".join([r"\begin{tabular}{lrrr}", r"& success \% & 95 \% interval & episodes \\ \hline", *rows,
+                      r"\end{tabular}"])
 
 def markdown(results:list)->str:
     "The same in Markdown."
-    safe = lambda text: "".join(f"\\{c}" if c in "\\|`*_[]" else {"<": "&lt;", ">": "&gt;", "&": "&amp;", "\n": " "}.get(c, c) for c in text)
-    rows = [f"| {safe(r['name'])} | {r.success:.1f} | [{r.low:.1f}, {r.high:.1f}] | {r.k}/{r.n} |" for _,r in table(results).iterrows()]
+    safe = lambda text: "".join(f"\\{c}" if c in "\\|`*_[]"
+                                else {"<": "&lt;", ">": "&gt;", "&": "&amp;", "\n": " "}.get(c, c) for c in text)
+    rows = [f"| {safe(r['name'])} | {r.success:.1f} | [{r.low:.1f}, {r.high:.1f}] | {r.k}/{r.n} |"
+            for _,r in table(results).iterrows()]
     return "\n".join(["| | success % | 95 % interval | episodes |", "|---|---|---|---|", *rows])
 
 def points(verdicts:list)->go.Figure:
     "Each difference with its interval; coloured where it is shown."
     fig = go.Figure().add_vline(x=0, line_dash="dot")
     for v in verdicts:
-        fig.add_scatter(x=[100*v.difference], y=[f"{v.a} - {v.b}"], mode="markers", showlegend=False, marker=dict(color="teal" if v.says == "shown" else "grey"),
-                        error_x=dict(array=[100*(v.high-v.difference)], arrayminus=[100*(v.difference-v.low)], symmetric=False))
+        fig.add_scatter(x=[100*v.difference], y=[f"{v.a} - {v.b}"], mode="markers", showlegend=False,
+                        marker=dict(color="teal" if v.says == "shown" else "grey"),
+                        error_x=dict(array=[100*(v.high-v.difference)], arrayminus=[100*(v.difference-v.low)],
+                                     symmetric=False))
     return small(fig, "Difference in success, points", height=160+50*len(verdicts))
 
 # %% ../../nbs/eval/12_audit.ipynb #c248e17b
@@ -223,7 +242,8 @@ def number(x):
 def audit_facts(results:list, verdicts:list)->dict:
     "What was read, and each comparison, for JSON."
     tasks = lambda r: {str(t): [int(k), int(n)] for t,(k,n) in r.counts.iterrows()}
-    read = [dict(name=r.name, form=r.form, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks, credit=r.credit) for r in results]
+    read = [dict(name=r.name, form=r.form, k=r.k, n=r.n, success=r.rate, tasks=tasks(r), lacks=r.lacks, credit=r.credit)
+            for r in results]
     return dict(results=read, verdicts=[{k: number(x) for k,x in asdict(v).items()} for v in verdicts])
 
 def write_audit(folder, results:list, verdicts:list, followed=None)->Path:   # followed: a `Followed` of page eval/followed
@@ -233,7 +253,9 @@ def write_audit(folder, results:list, verdicts:list, followed=None)->Path:   # f
     text = paragraph(results, verdicts)+(f"\n\n{followed.text}" if followed else "")
     for name,content in dict(txt=text, md=markdown(results), tex=latex(results)).items():
         (folder/f"audit.{name}").write_text(content+"\n", encoding="utf-8")
-    write_json(folder/"audit.json", audit_facts(results, verdicts) | (dict(planned=followed.to_json()) if followed else {}))
-    parts = {"In words": text, "Success": table(results), "By task": by_task(results).reset_index(names="task"), "Differences": points(verdicts)}
+    write_json(folder/"audit.json",
+               audit_facts(results, verdicts) | (dict(planned=followed.to_json()) if followed else {}))
+    parts = {"In words": text, "Success": table(results), "By task": by_task(results).reset_index(names="task"),
+             "Differences": points(verdicts)}
     report_html(folder/"audit.html", parts, "Audit")
     return folder

@@ -14,13 +14,16 @@ from .compare import Run, summary
 from .plots import small
 
 # %% ../../nbs/eval/19_budgets.ipynb #d173ae07
-KINDS = dict(bytes="bytes that are kept from task to task", seconds="seconds of learning", core_seconds="core seconds of learning",
+KINDS = dict(bytes="bytes that are kept from task to task", seconds="seconds of learning",
+             core_seconds="core seconds of learning",
              samples="samples that gradients were computed for")
-ASIDE = "demonstrations","base","checkpoints","evaluation"   # phases of a run that are no learning, or that the first run does for all others
+# phases of a run that are no learning, or that the first run does for all others
+ASIDE = "demonstrations","base","checkpoints","evaluation"
 
 def check_kind(kind:str):
     "ValueError unless it names a budget."
-    if kind not in KINDS: raise ValueError(f"there is no budget {kind!r}{closest(kind, KINDS)}; choose one of {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise ValueError(f"there is no budget {kind!r}{closest(kind, KINDS)}; choose one of {', '.join(KINDS)}")
 
 def spent_of(
     run:Run,
@@ -47,7 +50,8 @@ def agreement(
     if abs(spent-baseline) <= tolerance*baseline: return "agrees"
     if not baseline: return f"left out: {spent:,.0f}, and the baseline used nothing"
     share = spent/baseline
-    return f"left out: {share:.1f} times as much" if share >= 2 else f"left out: {100*abs(share-1):.0f} % {'more' if share > 1 else 'less'}"
+    return (f"left out: {share:.1f} times as much" if share >= 2
+            else f"left out: {100*abs(share-1):.0f} % {'more' if share > 1 else 'less'}")
 
 # %% ../../nbs/eval/19_budgets.ipynb #f4c31945
 def budget_table(
@@ -63,7 +67,8 @@ def budget_table(
     rows = []
     for name,r in ((name, r) for name,rs in groups.items() if name != baseline for r in rs):
         seed,spent = r.config["seed"],spent_of(r, kind)
-        says = agreement(spent, base[seed], tolerance) if seed in base else "left out: the baseline has no run of its seed"
+        says = (agreement(spent, base[seed], tolerance) if seed in base
+                else "left out: the baseline has no run of its seed")
         rows.append(dict(group=name, seed=seed, run=str(r.path), spent=spent, baseline=base.get(seed), says=says))
     return pd.DataFrame(rows, columns=BUDGETS)
 
@@ -96,9 +101,11 @@ def budget_points(
         t = summary(known, (metric,), n_boot, seed)
         full = ["circle" if agree is None or name in agree else "circle-open" for name in known]
         bars = dict(array=100*(t.high-t.value), arrayminus=100*(t.value-t.low), symmetric=False, thickness=1)
-        fig.add_scatter(x=x, y=100*t.value, error_y=bars, mode="markers+text", text=list(known), textposition="top right",
+        fig.add_scatter(x=x, y=100*t.value, error_y=bars, mode="markers+text", text=list(known),
+                        textposition="top right",
                         textfont=dict(size=10), marker=dict(size=9, symbol=full, color="#636EFA"))
     wide = known and min(x) > 0 and max(x) > 20*min(x)
     title = KINDS[kind] + (f"<br>not recorded: {', '.join(missing)}" if missing else "")
-    return small(fig, f"Success over {kind.replace('_', ' ')}", 680, 420, xaxis=dict(title=title, type="log" if wide else "linear"),
+    return small(fig, f"Success over {kind.replace('_', ' ')}", 680, 420,
+                 xaxis=dict(title=title, type="log" if wide else "linear"),
                  yaxis_title=f"{metric}, points")

@@ -51,7 +51,8 @@ def chunk_of(
 )->torch.Tensor: # (B,H,A), with n > 1 (B,n,H,A)
     "What `predict_chunk` returned; ContractError when it is no such tensor, or holds numbers that are not finite."
     tasks = ", ".join(dict.fromkeys(repr(row.task.id) for row in rows if row.trial is not None))
-    who,size = f"{author(policy)}.predict_chunk of task {tasks}",(policy.H, policy.A) if isinstance(policy, Policy) else ("H", "A")
+    who,size = (f"{author(policy)}.predict_chunk of task {tasks}",(policy.H, policy.A) if isinstance(policy, Policy)
+                else ("H", "A"))
     shape = len(rows),*((n,) if n > 1 else ()),*size
     expected = f"a tensor {shape} of float numbers on {next(policy.parameters()).device}"
     try: chunk = policy.predict_chunk(obs, **kw | (dict(n=n) if n > 1 else {}))
@@ -62,7 +63,8 @@ def chunk_of(
     if torch.isfinite(chunk).all(): return chunk
     for row,x in zip(rows, chunk):   # what is given to an idle row means nothing
         if row.trial is None or torch.isfinite(x).all(): continue
-        raise ContractError(f"{author(policy)}.predict_chunk of task {row.task.id!r} gave numbers that are not finite (trial "
+        raise ContractError(
+            f"{author(policy)}.predict_chunk of task {row.task.id!r} gave numbers that are not finite (trial "
                             f"{row.trial}, step {row.steps}), expected finite ones; did the training diverge?")
     return chunk
 

@@ -22,7 +22,8 @@ def changed_table(
         for r in final(records): tasks.setdefault(r["task"], []).append(r["success"])
         won = [r["success"] for r in final_trained(records, task_ids)]
         low,high = wilson(sum(won), len(won))
-        rows.append(dict(changed=label or PLAIN, success=100*sum(won)/len(won), low=100*low, high=100*high, episodes=len(won))
+        rows.append(dict(changed=label or PLAIN, success=100*sum(won)/len(won), low=100*low, high=100*high,
+                         episodes=len(won))
                     | {task: 100*sum(x)/len(x) for task,x in sorted(tasks.items())})
     table = pd.DataFrame(rows).set_index("changed")
     plain = table.success.get(PLAIN)

@@ -21,7 +21,8 @@ def outcomes_of(x, what:str)->np.ndarray:
     "(checkpoints, starts) outcomes; ValueError for another shape, or other numbers than 0 and 1."
     x = np.asarray([[int(c) for c in row] if isinstance(row, str) else row for row in x], float)
     if x.ndim != 2 or not x.size or not np.isin(x, (0, 1)).all():
-        raise ValueError(f"{what}: found shape {x.shape}, expected outcomes 0 and 1 of (checkpoints, starts), at least one of each")
+        raise ValueError(
+            f"{what}: found shape {x.shape}, expected outcomes 0 and 1 of (checkpoints, starts), at least one of each")
     return x
 
 def choice(
@@ -47,4 +48,5 @@ def flatters_of(
 )->float: # mean over the tasks, in [0,1]
     "By how much the best checkpoints of a run flatter, each chosen on its own task."
     def won(use, task): return [x["won"] for x in looks if x["use"] == use and x["task"] == task]
-    return float(np.mean([flatters(won("report", task), won("selection", task)) for task in dict.fromkeys(x["task"] for x in looks)]))
+    return float(np.mean([flatters(won("report", task), won("selection", task))
+                          for task in dict.fromkeys(x["task"] for x in looks)]))

@@ -68,7 +68,8 @@ def read_run(path)->Run:
         raise ValueError(f"{path} has no results, it lacks {', '.join(lacking)}; has the run been evaluated?")
     config = read_json(home/"config.json")
     if not isinstance(config, dict):
-        raise ValueError(f"{home/'config.json'} is of type {type(config).__name__}, expected a dict of settings; take the run's file")
+        raise ValueError(
+            f"{home/'config.json'} is of type {type(config).__name__}, expected a dict of settings; take the run's file")
     if evaluation:   # never averaged with the run's own episodes
         config = {**config, "evaluation": path.name, "n_trials": settings.get("n_trials", config.get("n_trials"))}
         config |= dict(plan=settings.get("plan") or config.get("plan", ""))
@@ -115,7 +116,8 @@ def run_from(
 )->Run:
     "A run from what its folder holds."
     envs = {t["id"]: t.get("eval_env") or t.get("env") for t in stream["tasks"]}
-    return Run(path, ADDED | long_form(config), tuple(stream["stages"]), columns(stream), records, cost, envs, spent or {})
+    return Run(path, ADDED | long_form(config), tuple(stream["stages"]), columns(stream), records, cost, envs,
+               spent or {})
 
 # %% ../../nbs/eval/08_compare.ipynb #d962185b
 def find_runs(
@@ -132,9 +134,11 @@ def find_runs(
             reasons[path] = str(e)
     is_smoke = lambda path: not named[path] and found[path].config.get("smoke", False)
     if not all(map(is_smoke, found)):
-        reasons |= {path: f"{path} is a smoke run, which is too small to be compared with the others" for path in found if is_smoke(path)}
+        reasons |= {path: f"{path} is a smoke run, which is too small to be compared with the others" for path in found
+                    if is_smoke(path)}
     for reason in reasons.values(): say(f"left out: {reason}")
-    if not reasons.keys() < named.keys(): raise ValueError(f"{runs!r} has no run with results:\n"+"\n".join(reasons.values()))
+    if not reasons.keys() < named.keys():
+        raise ValueError(f"{runs!r} has no run with results:\n"+"\n".join(reasons.values()))
     return [run for path,run in found.items() if path not in reasons]
 
 # %% ../../nbs/eval/08_compare.ipynb #5e9bdf38
@@ -284,7 +288,8 @@ def versus(
     p,each = paired(ends(ra), ends(rb), n_boot, seed),[paired(ra[s], rb[s], 2) for s in seeds]
     noise = np.mean([(e.only_a+e.only_b)/(e.both+e.only_a+e.only_b+e.neither)**2 for e in each])
     t = t_interval([e.diff for e in each], noise=noise)
-    return dict(seeds=len(seeds), pairs=p.both+p.only_a+p.only_b+p.neither, difference=p.diff, t_low=t.low, t_high=t.high,
+    return dict(seeds=len(seeds), pairs=p.both+p.only_a+p.only_b+p.neither, difference=p.diff, t_low=t.low,
+                t_high=t.high,
                 p=t_test([e.diff for e in each], noise), low=p.low, high=p.high, only_this=p.only_a,
                 only_baseline=p.only_b, p_states=p.p, unmatched=p.unmatched, unfinished=unfinished)
 

@@ -23,15 +23,18 @@ def address_of(
     "Where a policy server is; ValueError for a text that is no address."
     text = said.strip().removeprefix("ws://").rstrip("/")
     host,_,port = text.rpartition(":")
-    if port.isdigit() and 0 < int(port) < 65536 and re.fullmatch(r"[\w.-]*|\[[0-9a-fA-F:]+\]", host): return f"ws://{host or '127.0.0.1'}:{port}"
-    raise ValueError(f"policy_server is {said!r}, expected HOST:PORT, as in 127.0.0.1:8000, or the PORT of a server on this machine")
+    if port.isdigit() and 0 < int(port) < 65536 and re.fullmatch(r"[\w.-]*|\[[0-9a-fA-F:]+\]", host):
+        return f"ws://{host or '127.0.0.1'}:{port}"
+    raise ValueError(
+        f"policy_server is {said!r}, expected HOST:PORT, as in 127.0.0.1:8000, or the PORT of a server on this machine")
 
 # %% ../../nbs/eval/16_elsewhere.ipynb #fc4d6c67
 class Connections:
     "Connections to one policy server, by name."
     def __init__(self, address:str, timeout:float=60.): # of a message's answer, seconds
         require("aiohttp", "served")
-        self.address,self.timeout,self.of = address_of(address),timeout,{}   # name -> [socket, number of its last message]
+        # name -> [socket, number of its last message]
+        self.address,self.timeout,self.of = address_of(address),timeout,{}
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -60,11 +63,13 @@ async def _open(self, name):
     "The connection of a name; a new one says hello."
     import aiohttp
     if name in self.of: return self.of[name]
-    if self.http is None: self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeout))
+    if self.http is None:
+        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeout))
     socket = await self.http.ws_connect(self.address, max_msg_size=MOST, compress=0, autoping=True)
     connection = self.of[name] = [socket, 0]
     await self._send(connection, "hello", dict(harness_version="0.8.0", protocol_version=1))
-    if (answer := await self._heard(connection))["type"] != "hello": raise ValueError(f"it answered hello by {answer['type']!r}")
+    if (answer := await self._heard(connection))["type"] != "hello":
+        raise ValueError(f"it answered hello by {answer['type']!r}")
     return connection
 
 async def _send(self, connection, kind:str, payload:dict):
@@ -76,10 +81,13 @@ async def _heard(self, connection)->dict:
     "The answer to the last message."
     import aiohttp
     message = await asyncio.wait_for(connection[0].receive(), self.timeout)
-    if message.type != aiohttp.WSMsgType.BINARY: raise ValueError(f"it sent {message.type.name} where a message was expected")
+    if message.type != aiohttp.WSMsgType.BINARY:
+        raise ValueError(f"it sent {message.type.name} where a message was expected")
     answer = unpack(message.data)
-    if answer["type"] == "error": raise ValueError(f"it says: {plain(str(answer['payload'].get('error', answer['payload'])), 500)}")
-    if answer["seq"] != connection[1]: raise ValueError(f"it answered message {answer['seq']}, the last one was {connection[1]}")
+    if answer["type"] == "error":
+        raise ValueError(f"it says: {plain(str(answer['payload'].get('error', answer['payload'])), 500)}")
+    if answer["seq"] != connection[1]:
+        raise ValueError(f"it answered message {answer['seq']}, the last one was {connection[1]}")
     return answer
 
 async def _tell(self, name, kind, payload): await self._send(await self._open(name), kind, payload)
@@ -98,7 +106,8 @@ async def _all(self, works:list): return await asyncio.gather(*works)
 
 def _fault(self, e)->ServerFault:
     "What went wrong with the server, in a sentence."
-    why = f"it did not answer within {self.timeout:g} s" if isinstance(e, TimeoutError) else str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {plain(str(e), 300)}"
+    why = (f"it did not answer within {self.timeout:g} s" if isinstance(e, TimeoutError) else str(e)
+           if isinstance(e, ValueError) else f"{type(e).__name__}: {plain(str(e), 300)}")
     return ServerFault(f"the policy server {self.address}: {why}; see what it printed, then the same command goes on")
 
 def tell(self, name, kind:str, payload:dict):
@@ -142,7 +151,9 @@ class RemotePlayer(Player):
         try:
             super().__init__(tasks, **kw | dict(H=1))
             if self.pool is not None and self.pool.discrete:
-                raise ValueError("these tasks have discrete actions, and vla-eval's protocol has none; choose tasks whose actions are numbers")
+                raise ValueError(
+                    "these tasks have discrete actions, and vla-eval's protocol has none; choose tasks whose actions "
+                    "are numbers")
         except BaseException:
             self.server.close()
             raise
@@ -168,7 +179,10 @@ class _Remote(_Evaluation):
         answers = server.ask({row.number: observation_of(seen[row.number], row.task) for row in call.values()})
         for place,row in call.items():
             try: chunks[place, 0] = action_of(answers[row.number], self.pool.action_dim)
-            except ValueError as e: raise ServerFault(f"the policy server {server.address}, task {row.task.id!r}, trial {row.trial}, step {row.steps}: {e}") from e
+            except ValueError as e:
+                raise ServerFault(
+                    f"the policy server {server.address}, task {row.task.id!r}, trial {row.trial}, "
+                    f"step {row.steps}: {e}") from e
         return chunks
 
     def _start(self, server, row):
@@ -176,13 +190,15 @@ class _Remote(_Evaluation):
         begun = self.player.begun
         if begun.get(row.number) is row.rng: return
         if row.number in begun: server.tell(row.number, "episode_end", {})   # it was given up
-        task = dict(name=row.task.prompt, id=row.task.id, task_id=list(self.tasks).index(row.task.id), episode_idx=int(row.trial))
+        task = dict(name=row.task.prompt, id=row.task.id, task_id=list(self.tasks).index(row.task.id),
+                    episode_idx=int(row.trial))
         server.tell(row.number, "episode_start", dict(task=task))
         begun[row.number] = row.rng
 
     def _record(self, row, success:bool):
         super()._record(row, success)
         if self.player.begun.pop(row.number, None) is not None:
-            self.player.server.tell(row.number, "episode_end", dict(metrics=dict(success=bool(success)), steps=row.steps))
+            self.player.server.tell(row.number, "episode_end",
+                                    dict(metrics=dict(success=bool(success)), steps=row.steps))
 
 RemotePlayer.evaluation = _Remote

@@ -41,7 +41,8 @@ def decide(
     rows:list # of `Planned`
 )->list:      # the same
     "Correct the p-values by Holm and give the verdicts."
-    for r,p in zip(rows, holm([1. if isnan(r.p) else r.p for r in rows])):   # of all planned tests, whether there are runs or not
+    # of all planned tests, whether there are runs or not
+    for r,p in zip(rows, holm([1. if isnan(r.p) else r.p for r in rows])):
         if isnan(r.p): continue
         small = -plan["smallest"] < unit(plan)*r.low and unit(plan)*r.high < plan["smallest"]
         r.p_holm,r.says = float(p),"shown" if p <= plan["alpha"] else "not shown" if small else "too small to tell"
@@ -65,7 +66,8 @@ def by_pairs(
     keys = sorted(a.keys() & b.keys(), key=str)
     if not keys: return Planned(method, 0, *[float("nan")]*4)
     won,lost = sum(a[k] and not b[k] for k in keys),sum(b[k] and not a[k] for k in keys)
-    return Planned(method, len(keys), (won-lost)/len(keys), *paired_interval(won, lost, len(keys), 1-plan["alpha"]), mcnemar(won, lost))
+    return Planned(method, len(keys), (won-lost)/len(keys), *paired_interval(won, lost, len(keys), 1-plan["alpha"]),
+                   mcnemar(won, lost))
 
 # %% ../../nbs/eval/14_followed.ipynb #d4121488
 def by_seeds(
@@ -75,7 +77,8 @@ def by_seeds(
     "Student's test over seeds; where all have one difference, its spread is that of their trials."
     seeds,k = sorted(a.keys() & b.keys()),plan["endpoint"]
     x = np.array([a[s].scores[k].value-b[s].scores[k].value for s in seeds])
-    if len(x) < 3 or np.isnan(x).any(): return Planned(method, len(x), x.mean() if len(x) else float("nan"), *[float("nan")]*3)
+    if len(x) < 3 or np.isnan(x).any():
+        return Planned(method, len(x), x.mean() if len(x) else float("nan"), *[float("nan")]*3)
     noise = noise_of(x, [r[s] for s in seeds for r in (a, b)], k)
     t = t_interval(x, 1-plan["alpha"], noise)
     return Planned(method, len(x), t.value, t.low, t.high, t_test(x, noise))
@@ -123,11 +126,14 @@ def run_deviations(
     "In what one run differs from a plan."
     name,who = label(run, plan["by"]),str(run.path)
     if name not in names_of(plan): return [f"{who} is {name!r}, which is no method of the plan"]
-    if run.config["seed"] not in plan["seeds"]: return [f"{who} has seed {run.config['seed']}, which is not of the plan"]
+    if run.config["seed"] not in plan["seeds"]:
+        return [f"{who} has seed {run.config['seed']}, which is not of the plan"]
     if not run.finished: return [*of_hash(plan, run.config.get("plan"), who), f"{who} is not at its end"]
     ends = pd.Series([r["task"] for r in final(run.records)]).value_counts()
     other = sorted({int(n) for n in ends if n != plan["episodes"]})
-    return of_hash(plan, run.config.get("plan"), who)+[f"{who} has {', '.join(map(str, other))} episodes of a task at its end, and the plan {plan['episodes']}"]*bool(other)
+    return of_hash(plan, run.config.get("plan"),
+                   who)+[f"{who} has {', '.join(map(str, other))} episodes of a task at its end, and the "
+                         f"plan {plan['episodes']}"]*bool(other)
 
 def deviations(
     plan:dict,
@@ -183,12 +189,15 @@ def planned_tests(
     "Each method against the baseline, by runs that are at their end."
     ends = {name: {s: r for s,r in rs.items() if r.finished} for name,rs in of.items()}
     base = ends[plan["baseline"]]
-    def episodes(rs): return {(s, r["task"], r["trial"]): bool(r["success"]) for s,run in rs.items() for r in final_trained(run.records, run.task_ids)}
+    def episodes(rs):
+        return {(s, r["task"], r["trial"]): bool(r["success"]) for s,run in rs.items()
+                for r in final_trained(run.records, run.task_ids)}
     def counts(rs): return sum(episodes(rs).values()),len(episodes(rs))
     def one(name):
         if plan["test"] == "t": return by_seeds(plan, name, ends[name], base)
         if plan["test"] == "McNemar": return by_pairs(plan, name, episodes(ends[name]), episodes(base))
-        return by_counts(plan, name, counts(ends[name]), counts(base)) if ends[name] and base else Planned(name, 0, *[float("nan")]*4)
+        return (by_counts(plan, name, counts(ends[name]), counts(base)) if ends[name] and base
+                else Planned(name, 0, *[float("nan")]*4))
     return decide(plan, [one(name) for name in plan["methods"]])
 
 def follow_runs(
@@ -200,7 +209,9 @@ def follow_runs(
     "What became of a plan, by its runs."
     runs = [r for rs in groups.values() for r in rs]
     others = [m for m in dict.fromkeys(shown) if m != plan["endpoint"]]
-    pairs = [] if not baseline else [f"{g} against {baseline}" for g in groups if g != baseline and (g not in plan["methods"] or baseline != plan["baseline"])]
+    pairs = ([] if not baseline
+             else [f"{g} against {baseline}" for g in groups if g != baseline
+                   and (g not in plan["methods"] or baseline != plan["baseline"])])
     return Followed(plan, deviations(plan, runs), planned_tests(plan, of_runs(plan, runs)), others+pairs)
 
 # %% ../../nbs/eval/14_followed.ipynb #0a148618
@@ -215,8 +226,10 @@ def result_deviations(plan:dict, r)->list: # of sentences
     if r.name not in names_of(plan): return [f"{r.name} is no method of the plan"]
     seeds = sorted(set(seeds_of(r))) if r.episodes is not None else plan["seeds"]
     found = ([] if r.plan is None else of_hash(plan, r.plan, r.name)) + [f"{r.name} {r.unfinished}"]*bool(r.unfinished)
-    if lacks := [s for s in plan["seeds"] if s not in seeds]: found.append(f"{r.name}: no episodes of seed {', '.join(map(str, lacks))}")
-    if more := [s for s in seeds if s not in plan["seeds"]]: found.append(f"{r.name} has episodes of seed {', '.join(map(str, more))}, which is not of the plan")
+    if lacks := [s for s in plan["seeds"] if s not in seeds]:
+        found.append(f"{r.name}: no episodes of seed {', '.join(map(str, lacks))}")
+    if more := [s for s in seeds if s not in plan["seeds"]]:
+        found.append(f"{r.name} has episodes of seed {', '.join(map(str, more))}, which is not of the plan")
     wanted = plan["episodes"]*len(seeds)
     if other := sorted({int(n) for n in r.counts.n if n != wanted}):
         found.append(f"{r.name} has {', '.join(map(str, other[:4]))} episodes of a task, and the plan {wanted}")
@@ -254,7 +267,10 @@ def follow_results(
     verdicts:list=() # of `audit`, which compares every two
 )->Followed:
     "What became of a plan, by results; ValueError for a plan over seeds."
-    if plan["test"] == "t": raise ValueError("the plan's test goes over seeds, which needs whole runs: clvla compare RUN ... --plan FILE; or plan McNemar or Fisher")
+    if plan["test"] == "t":
+        raise ValueError(
+            "the plan's test goes over seeds, which needs whole runs: clvla compare RUN ... --plan FILE; or plan "
+            "McNemar or Fisher")
     of = {r.name: r for r in results if r.name in names_of(plan)}
     lacks = [f"{name}: no result" for name in names_of(plan) if name not in of]
     lines = lacks+[line for r in results for line in result_deviations(plan, r)]
@@ -271,5 +287,6 @@ def plan_table(
 )->Table:
     "Under which plan a run was begun, and whether it is as planned."
     plan = check_plan(run.config["plan"])
-    shown = [(k, ", ".join(map(str, v)) if isinstance(v, list) else f"{v:g}" if isinstance(v, float) else str(v)) for k,v in plan.items()]
+    shown = [(k, ", ".join(map(str, v)) if isinstance(v, list) else f"{v:g}" if isinstance(v, float) else str(v))
+             for k,v in plan.items()]
     return Table([*shown, ("this run", "; ".join(run_deviations(plan, run)) or "as planned")], columns=["plan", "says"])

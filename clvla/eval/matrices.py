@@ -33,23 +33,31 @@ def of_counts(name:str, form:str, stages:list, tasks:list, cells:dict)->Matrix: 
     k,n = np.zeros((2, len(stages), len(tasks)))
     for (s,t),(a,b) in cells.items(): k[s, tasks.index(t)],n[s, tasks.index(t)] = a,b
     none = np.zeros(len(tasks))
-    return Matrix(name, form, SuccessMatrix(tuple(stages), tuple(tasks), k, n, none, none), None, ["it has counts, so its trials do not pair"])
+    return Matrix(name, form, SuccessMatrix(tuple(stages), tuple(tasks), k, n, none, none), None,
+                  ["it has counts, so its trials do not pair"])
 
 # %% ../../nbs/eval/17_matrices.ipynb #93560b05
 def of_alphabrain(name:str, folder:Path)->Matrix|None: # None where there is no such log
     "The matrix of a folder of logs; ValueError for logs that are not of one stream."
     found = {}
     for log in sorted(folder.rglob("eval.log")):
-        at = next((m for part in reversed(log.relative_to(folder).parts) if (m := re.match(r"task_(\d+)_id(\d+)", part))), None)
+        at = next((m for part in reversed(log.relative_to(folder).parts)
+                   if (m := re.match(r"task_(\d+)_id(\d+)", part))), None)
         if at is None: continue
-        if int(at[1]) in found: raise ValueError(f"{name}: stage {at[1]} has two logs, {log} among them; give a folder of one run")
-        if (r := of_openvla(f"{name}, {log}", log.read_text(encoding="utf-8"))) is None: raise ValueError(f"{name}: {log} has no episodes")
+        if int(at[1]) in found:
+            raise ValueError(f"{name}: stage {at[1]} has two logs, {log} among them; give a folder of one run")
+        if (r := of_openvla(f"{name}, {log}", log.read_text(encoding="utf-8"))) is None:
+            raise ValueError(f"{name}: {log} has no episodes")
         found[int(at[1])] = int(at[2]),r.counts
     if not found: return None
     tasks = max((list(c.index) for _,c in found.values()), key=len)
     for k,(j,c) in found.items():
-        if list(c.index) != tasks[:len(c)] or j >= len(tasks): raise ValueError(f"{name}: the log of stage {k}, task {j}, has {len(c)} tasks in another order than the others, or too few: {list(c.index)[:3]}")
-    if sorted(found) != list(range(len(found))): raise ValueError(f"{name}: logs of the stages {sorted(found)}, expected all from 0 on")
+        if list(c.index) != tasks[:len(c)] or j >= len(tasks):
+            raise ValueError(
+                f"{name}: the log of stage {k}, task {j}, has {len(c)} tasks in another order than the others, or "
+                f"too few: {list(c.index)[:3]}")
+    if sorted(found) != list(range(len(found))):
+        raise ValueError(f"{name}: logs of the stages {sorted(found)}, expected all from 0 on")
     stages = [tasks[found[k][0]] for k in sorted(found)]
     cells = {(k, t): (int(x.k), int(x.n)) for k,(_,c) in found.items() for t,x in c.iterrows()}
     return of_counts(name, "AlphaBrain's logs", stages, tasks, cells)
@@ -61,12 +69,15 @@ def of_table(name:str, path:Path, n:int)->Matrix:
     try: t = pd.read_csv(path, index_col=0)
     except (ValueError, UnicodeDecodeError) as e: raise ValueError(f"{path}: {e}") from e
     stages,tasks = [str(s).strip() for s in t.index],[str(c).strip() for c in t.columns]
-    if wrong := [s for s in stages if s not in tasks]: raise ValueError(f"{path}: a stage trained {wrong[0]!r}, and the tasks are {', '.join(tasks[:6])}")
+    if wrong := [s for s in stages if s not in tasks]:
+        raise ValueError(f"{path}: a stage trained {wrong[0]!r}, and the tasks are {', '.join(tasks[:6])}")
     if len(set(tasks)) < len(tasks): raise ValueError(f"{path}: a task has two columns: {', '.join(tasks)}")
     R = t.apply(pd.to_numeric, errors="coerce").to_numpy(float)
-    if (np.isnan(R) & t.notna().to_numpy()).any() or not (np.isnan(R) | (0 <= R) & (R <= 100)).all(): raise ValueError(f"{path}: a cell is a share, a percentage, or empty")
+    if (np.isnan(R) & t.notna().to_numpy()).any() or not (np.isnan(R) | (0 <= R) & (R <= 100)).all():
+        raise ValueError(f"{path}: a cell is a share, a percentage, or empty")
     scale = 1 if np.nanmax(R) > 1 else 100
-    cells = {(s, j): (counted(f"{name}, {stages[s]} on {j}", scale*R[s, c], n), n) for s in range(len(stages)) for c,j in enumerate(tasks) if not np.isnan(R[s, c])}
+    cells = {(s, j): (counted(f"{name}, {stages[s]} on {j}", scale*R[s, c], n), n) for s in range(len(stages))
+             for c,j in enumerate(tasks) if not np.isnan(R[s, c])}
     return of_counts(name, f"a table of {n} trials a cell", stages, tasks, cells)
 
 # %% ../../nbs/eval/17_matrices.ipynb #ba91ad07
@@ -83,10 +94,14 @@ def read_matrix(
     name,equals,what = text.partition("=")
     name,what = (name, what) if equals else (Path(text).stem or text, text)
     if table := re.fullmatch(r"(.+\.csv)/(\d+)", what):
-        if not Path(table[1]).is_file() or not int(table[2]): raise FileNotFoundError(f"{name}: there is no {table[1]}, or it has {table[2]} trials")
+        if not Path(table[1]).is_file() or not int(table[2]):
+            raise FileNotFoundError(f"{name}: there is no {table[1]}, or it has {table[2]} trials")
         return of_table(name, Path(table[1]), int(table[2]))
-    if not Path(what).is_dir(): raise FileNotFoundError(f"{name}: there is no folder {what}; expected a run, AlphaBrain's logs, or FILE.csv/TRIALS")
-    return of_run(name, Path(what)) if (Path(what)/"episodes.jsonl").exists() else of_alphabrain(name, Path(what)) or of_run(name, Path(what))
+    if not Path(what).is_dir():
+        raise FileNotFoundError(
+            f"{name}: there is no folder {what}; expected a run, AlphaBrain's logs, or FILE.csv/TRIALS")
+    return (of_run(name, Path(what)) if (Path(what)/"episodes.jsonl").exists() else of_alphabrain(name, Path(what))
+            or of_run(name, Path(what)))
 
 # %% ../../nbs/eval/17_matrices.ipynb #75b95d0c
 METRICS = "ASR","LA","BWT","Forgetting","FWT","LIBERO NBT","LIBERO FWT","LIBERO AUC"   # means over tasks
@@ -94,13 +109,15 @@ METRICS = "ASR","LA","BWT","Forgetting","FWT","LIBERO NBT","LIBERO FWT","LIBERO 
 def _column(m:SuccessMatrix, j:int)->SuccessMatrix:
     "One task of a matrix."
     cut,task = (lambda x: x[..., [j]]),m.task_ids[j]
-    return SuccessMatrix(m.stages, (task,), cut(m.k), cut(m.n), cut(m.k0), cut(m.n0), {k: c for k,c in m.curves.items() if k == task})
+    return SuccessMatrix(m.stages, (task,), cut(m.k), cut(m.n), cut(m.k0), cut(m.n0),
+                         {k: c for k,c in m.curves.items() if k == task})
 
 def terms(m:SuccessMatrix)->dict: # metric -> (...,D) what it is the mean of
     "Each metric's share of each task that has one."
     columns = [_column(m, j) for j in range(m.K)]
     scores = {k: [of_matrix[k](c) for c in columns] for k in METRICS}
-    kept = {k: [np.asarray(s.value, float) for s in ss if s.cells or k == "LIBERO NBT" and not np.isnan(s.value).all()] for k,ss in scores.items()}
+    kept = {k: [np.asarray(s.value, float) for s in ss if s.cells or k == "LIBERO NBT" and not np.isnan(s.value).all()]
+            for k,ss in scores.items()}
     return {k: np.stack(x, -1) for k,x in kept.items() if x}
 
 # %% ../../nbs/eval/17_matrices.ipynb #cc657b0a
@@ -128,8 +145,10 @@ def intervals(
     rng,rows = np_rng(seed, "tasks"),[]
     for k,(value,draws) in draws_of(x, n_boot, seed).items():
         who = rng.integers(draws.shape[1], size=draws.shape)
-        over = quantiles(draws.mean(-1), .95, k in SIGNED),quantiles(np.take_along_axis(draws, who, 1).mean(-1), .95, k in SIGNED)
-        rows.append(dict(name=x.name, metric=k, value=100*value, low=100*over[0][0], high=100*over[0][1], low_tasks=100*over[1][0], high_tasks=100*over[1][1], tasks=draws.shape[1]))
+        over = quantiles(draws.mean(-1), .95, k in SIGNED),quantiles(np.take_along_axis(draws, who, 1).mean(-1), .95,
+                                                                     k in SIGNED)
+        rows.append(dict(name=x.name, metric=k, value=100*value, low=100*over[0][0], high=100*over[0][1],
+                         low_tasks=100*over[1][0], high_tasks=100*over[1][1], tasks=draws.shape[1]))
     return pd.DataFrame(rows)
 
 # %% ../../nbs/eval/17_matrices.ipynb #b41c07d4
@@ -138,7 +157,8 @@ def aligned(matrices:list)->list: # of `Matrix`
     singles = [x.out for x in matrices if x.out is not None]
     if not singles: return matrices
     order,trials = list(singles[0].matrix.task_ids),sorted({i for out in singles for i in out.trials})
-    return [x if x.out is None else replace(x, m=(out := _placed(x.out, order, trials)).matrix, out=out) for x in matrices]
+    return [x if x.out is None else replace(x, m=(out := _placed(x.out, order, trials)).matrix, out=out)
+            for x in matrices]
 
 def _placed(out:Outcomes, order:list, trials:list)->Outcomes:
     "Single results with a column for each of these tasks, and a place for each of these initial states."
@@ -161,7 +181,10 @@ def differences(
 )->pd.DataFrame:
     "Every two matrices, by every metric that both have; ValueError for other tasks."
     for b in matrices[1:]:
-        if set((a := matrices[0]).m.task_ids) != set(b.m.task_ids): raise ValueError(f"{a.name} and {b.name} are not on the same tasks: {', '.join(a.m.task_ids[:4])} and {', '.join(b.m.task_ids[:4])}")
+        if set((a := matrices[0]).m.task_ids) != set(b.m.task_ids):
+            raise ValueError(
+                f"{a.name} and {b.name} are not on the same tasks: {', '.join(a.m.task_ids[:4])} "
+                f"and {', '.join(b.m.task_ids[:4])}")
     of,rows = [draws_of(x, n_boot, seed, i) for i,x in enumerate(aligned(matrices))],[]
     for i,a in enumerate(matrices):
         for j,b in enumerate(matrices[i+1:], i+1):
@@ -169,8 +192,10 @@ def differences(
                 d = of[i][k][1].mean(-1)-of[j][k][1].mean(-1)
                 low,high = quantiles(d, .95, True)
                 p = min(1., 2*(1+min((d <= 0).sum(), (d >= 0).sum()))/(n_boot+1))
-                rows.append(dict(a=a.name, b=b.name, metric=k, difference=100*(of[i][k][0]-of[j][k][0]), low=100*low, high=100*high, p=p))
-    rows = sorted(rows, key=lambda r: ([x.name for x in matrices].index(r["a"]), [x.name for x in matrices].index(r["b"]), METRICS.index(r["metric"])))
+                rows.append(dict(a=a.name, b=b.name, metric=k, difference=100*(of[i][k][0]-of[j][k][0]), low=100*low,
+                                 high=100*high, p=p))
+    rows = sorted(rows, key=lambda r: ([x.name for x in matrices].index(r["a"]),
+                                       [x.name for x in matrices].index(r["b"]), METRICS.index(r["metric"])))
     for r,p in zip(rows, holm([r["p"] for r in rows])): r |= dict(p_holm=p, says="shown" if p <= .05 else "not shown")
     return pd.DataFrame(rows)
 
@@ -179,11 +204,18 @@ def audit_matrices(texts:list, n_boot:int=2000, seed:int=0)->tuple: # JSON's fac
     "Read matrices, give their intervals and differences; ValueError for one name twice."
     read = [read_matrix(t) for t in texts]
     names = [x.name for x in read]
-    if not read or len(set(names)) < len(names): raise ValueError(f"each matrix needs a name of its own, found {names}; write NAME=PATH")
+    if not read or len(set(names)) < len(names):
+        raise ValueError(f"each matrix needs a name of its own, found {names}; write NAME=PATH")
     each = pd.concat([intervals(x, n_boot, seed) for x in read], ignore_index=True)
     pairs = differences(read, n_boot, seed) if len(read) > 1 else pd.DataFrame()
     about = [f"{x.name}: {'; '.join([f'{x.form}, {x.m.T} stages, {x.m.K} tasks', *x.lacks])}." for x in read]
-    text = "\n".join([*about, "", "points, with 95 % intervals over trials (low, high) and over tasks and trials (low_tasks, high_tasks)", each.round(1).to_string(index=False)])
-    if len(pairs): text += "\n\ndifferences, points, of these trained policies; p_holm of all of them together\n"+pairs.round(dict(difference=1, low=1, high=1, p=3, p_holm=3)).to_string(index=False)
-    rows = lambda t: [{k: None if isinstance(v, float) and np.isnan(v) else v for k,v in r.items()} for r in t.to_dict("records")]
-    return dict(matrices=[dict(name=x.name, form=x.form, lacks=x.lacks) for x in read], metrics=rows(each), differences=rows(pairs)),text
+    text = "\n".join(
+        [*about, "", "points, with 95 % intervals over trials (low, high) and over tasks and trials (low_tasks, "
+                     "high_tasks)", each.round(1).to_string(index=False)])
+    if len(pairs):
+        text += ("\n\ndifferences, points, of these trained policies; p_holm of all of them together\n"
+                 +pairs.round(dict(difference=1, low=1, high=1, p=3, p_holm=3)).to_string(index=False))
+    rows = lambda t: [{k: None if isinstance(v, float) and np.isnan(v) else v for k,v in r.items()}
+                      for r in t.to_dict("records")]
+    return dict(matrices=[dict(name=x.name, form=x.form, lacks=x.lacks) for x in read], metrics=rows(each),
+                differences=rows(pairs)),text

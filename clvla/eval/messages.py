@@ -20,17 +20,21 @@ FORMATS = dict(png="PNG", jpeg="JPEG")   # of a picture, as Pillow calls them
 def _shape_of(d:dict)->tuple:
     "The shape that an array's dict says."
     shape = d.get("shape")
-    if isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int and 0 <= n < 2**31 for n in shape): return tuple(shape)
+    if isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int and 0 <= n < 2**31 for n in shape):
+        return tuple(shape)
     raise ValueError(f"an array's shape is {plain(repr(shape), 80)}, expected at most 8 whole numbers from 0")
 
 def array_of(d:dict)->np.ndarray:
     "The array that a dict of vla-eval means; ValueError for one of another dtype, or whose bytes are not its shape's."
     dtype,data,shape = d.get("dtype"),d.get("data"),_shape_of(d)
-    if dtype not in DTYPES: raise ValueError(f"an array's dtype is {plain(repr(dtype), 80)}, expected one of {', '.join(DTYPES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"an array's dtype is {plain(repr(dtype), 80)}, expected one of {', '.join(DTYPES)}")
     n = np.dtype(dtype).itemsize
     for k in shape: n *= k   # Python's integers do not overflow
     if not isinstance(data, bytes) or len(data) != n:
-        raise ValueError(f"an array of shape {shape} and dtype {dtype} has {n} bytes, found {len(data) if isinstance(data, bytes) else type(data).__name__}")
+        raise ValueError(
+            f"an array of shape {shape} and dtype {dtype} has {n} bytes, "
+            f"found {len(data) if isinstance(data, bytes) else type(data).__name__}")
     if dtype == "|b1" and data.strip(b"\0\1"): raise ValueError("an array of dtype |b1 holds other bytes than 0 and 1")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
@@ -40,13 +44,17 @@ def picture_of(d:dict)->np.ndarray: # (h,w,C) uint8
     if d.get("format") == "raw": return array_of(d)
     from PIL import Image
     form,shape = FORMATS.get(str(d.get("format"))),_shape_of(d)
-    if form is None or not isinstance(d.get("data"), bytes): raise ValueError(f"a picture's format is {plain(repr(d.get('format')), 80)}, expected raw, png or jpeg, with bytes")
+    if form is None or not isinstance(d.get("data"), bytes):
+        raise ValueError(
+            f"a picture's format is {plain(repr(d.get('format')), 80)}, expected raw, png or jpeg, with bytes")
     try:
         with Image.open(io.BytesIO(d["data"]), formats=[form]) as picture:
             check_pixels(*picture.size, "a picture of a message")
             found = np.array(picture)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as e: raise ValueError(f"a picture of a message is no {form}: {type(e).__name__}") from e
-    if found.dtype == np.uint8 and found.size == math.prod(shape) and found.shape[:2] == shape[:2]: return found.reshape(shape)
+    except (OSError, SyntaxError, Image.DecompressionBombError) as e:
+        raise ValueError(f"a picture of a message is no {form}: {type(e).__name__}") from e
+    if found.dtype == np.uint8 and found.size == math.prod(shape) and found.shape[:2] == shape[:2]:
+        return found.reshape(shape)
     raise ValueError(f"a picture of a message has the shape {found.shape} and dtype {found.dtype}, and says {shape}")
 
 # %% ../../nbs/eval/15_messages.ipynb #6be4400b
@@ -56,7 +64,8 @@ DEPTH,ITEMS,TEXT = 8,10_000,100_000   # of nesting, of a list or dict, of a text
 
 def _packed(x):
     "Arrays as vla-eval reads them; numpy's numbers as Python's."
-    if isinstance(x, np.ndarray): return dict(__ndarray__=True, data=np.ascontiguousarray(x).tobytes(), dtype=x.dtype.str, shape=list(x.shape))
+    if isinstance(x, np.ndarray):
+        return dict(__ndarray__=True, data=np.ascontiguousarray(x).tobytes(), dtype=x.dtype.str, shape=list(x.shape))
     if isinstance(x, np.generic): return x.item()
     raise ValueError(f"a message holds a {type(x).__name__}, expected numbers, texts, lists, dicts and arrays")
 
@@ -68,7 +77,8 @@ def pack(
     "A message as bytes."
     require("msgpack", "served")
     import msgpack
-    return msgpack.packb(dict(type=kind, payload=payload, seq=seq, timestamp=time.time()), default=_packed, use_bin_type=True)
+    return msgpack.packb(dict(type=kind, payload=payload, seq=seq, timestamp=time.time()), default=_packed,
+                         use_bin_type=True)
 
 # %% ../../nbs/eval/15_messages.ipynb #d55f2602
 def _unpacked(x, depth:int=0):
@@ -86,13 +96,22 @@ def unpack(data:bytes)->dict: # type, payload, seq, timestamp
     "Read a message; ValueError for bytes that are none."
     require("msgpack", "served")
     import msgpack
-    if not isinstance(data, bytes) or len(data) > MOST: raise ValueError(f"a message is at most {MOST} bytes, found {len(data) if isinstance(data, bytes) else 'a text'}")
-    try: raw = msgpack.unpackb(data, raw=False, strict_map_key=True, max_str_len=TEXT, max_array_len=ITEMS, max_map_len=ITEMS, max_ext_len=0)
-    except Exception as e: raise ValueError(f"{len(data)} bytes are no message: {type(e).__name__} {plain(str(e), 200)}") from e   # msgpack's own are of several kinds
-    if not isinstance(raw, dict) or not {"type", "payload", "seq"} <= raw.keys() or any(not isinstance(k, str) for k in raw):
+    if not isinstance(data, bytes) or len(data) > MOST:
+        raise ValueError(
+            f"a message is at most {MOST} bytes, found {len(data) if isinstance(data, bytes) else 'a text'}")
+    try:
+        raw = msgpack.unpackb(data, raw=False, strict_map_key=True, max_str_len=TEXT, max_array_len=ITEMS,
+                              max_map_len=ITEMS, max_ext_len=0)
+    except Exception as e:
+        # msgpack's own are of several kinds
+        raise ValueError(f"{len(data)} bytes are no message: {type(e).__name__} {plain(str(e), 200)}") from e
+    if not isinstance(raw, dict) or not {"type", "payload",
+                                         "seq"} <= raw.keys() or any(not isinstance(k, str) for k in raw):
         raise ValueError("a message is a dict of type, payload, seq and timestamp, found another thing")
-    if raw["type"] not in KINDS: raise ValueError(f"a message of type {plain(repr(raw['type']), 80)}, expected one of {', '.join(KINDS)}")
-    if not isinstance(raw["payload"], dict) or type(raw["seq"]) is not int: raise ValueError("a message's payload is a dict and its seq a whole number, found others")
+    if raw["type"] not in KINDS:
+        raise ValueError(f"a message of type {plain(repr(raw['type']), 80)}, expected one of {', '.join(KINDS)}")
+    if not isinstance(raw["payload"], dict) or type(raw["seq"]) is not int:
+        raise ValueError("a message's payload is a dict and its seq a whole number, found others")
     return raw | dict(payload=_unpacked(raw["payload"]))
 
 # %% ../../nbs/eval/15_messages.ipynb #315ed60f
@@ -104,10 +123,15 @@ def action_of(
     action = payload.get("actions", payload.get("action"))
     if isinstance(action, list) and all(type(x) in (int, float) for x in action): action = np.array(action, float)
     if not isinstance(action, np.ndarray) or action.dtype.kind not in "fiu":
-        raise ValueError(f"its answer has {plain(', '.join(map(str, payload)), 200) or 'nothing'}, expected 'actions', {dim} numbers")
+        raise ValueError(
+            f"its answer has {plain(', '.join(map(str, payload)), 200) or 'nothing'}, expected 'actions', {dim} numbers")
     if action.shape == (1, dim): action = action[0]
-    if action.ndim == 2: raise ValueError(f"it returned a chunk of shape {action.shape}, expected one action of {dim} numbers; set its chunk_size, so that it hands out one after the other")
+    if action.ndim == 2:
+        raise ValueError(
+            f"it returned a chunk of shape {action.shape}, expected one action of {dim} numbers; set its chunk_size, "
+            f"so that it hands out one after the other")
     if action.shape != (dim,): raise ValueError(f"it returned an action of shape {action.shape}, expected ({dim},)")
     with np.errstate(over="ignore"): found = action.astype(np.float32)
-    if not np.isfinite(found).all(): raise ValueError(f"it returned {action.tolist()}, expected finite numbers of float32")
+    if not np.isfinite(found).all():
+        raise ValueError(f"it returned {action.tolist()}, expected finite numbers of float32")
     return found

@@ -60,7 +60,8 @@ class SuccessMatrix:
     def b(self)->np.ndarray: return rate(self.k0, self.n0)
     @property
     def trained(self)->np.ndarray: # (T,K) bool: did stage t train task j?
-        return np.array([[s == j or s == JOINT and not isinstance(j, Probe) for j in self.task_ids] for s in self.stages])
+        return np.array([[s == j or s == JOINT and not isinstance(j, Probe) for j in self.task_ids]
+                         for s in self.stages])
     @property
     def first(self)->np.ndarray: return self.trained.argmax(0)
     @property

@@ -27,7 +27,8 @@ def plan_of(
     return dict(policy=policy, stages=[dict(info, tasks=list(ids)) for info,ids in stages], trials=list(trials),
                 seed=seed, batch=batch, part=list(part), **more)
 
-PLAN = "policy","stages","trials","seed","batch","part","cameras","assets","perturb"  # what every plan names; versions are newer
+# what every plan names; versions are newer
+PLAN = "policy","stages","trials","seed","batch","part","cameras","assets","perturb"
 
 def difference(
     old:dict, # plan that was begun

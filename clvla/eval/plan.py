@@ -14,8 +14,10 @@ from ..core.names import closest
 from .metrics import metrics
 
 # %% ../../nbs/eval/13_plan.ipynb #f4500a08
-TESTS = dict(t="Student's test over seeds", McNemar="McNemar's exact test over initial states", Fisher="Fisher's exact test over episodes")
-ENTRIES = dict(endpoint=str, methods=list, baseline=str, seeds=(list, str), episodes=int, test=str, smallest=(int, float),
+TESTS = dict(t="Student's test over seeds", McNemar="McNemar's exact test over initial states",
+             Fisher="Fisher's exact test over episodes")
+ENTRIES = dict(endpoint=str, methods=list, baseline=str, seeds=(list, str), episodes=int, test=str,
+               smallest=(int, float),
                alpha=(int, float), by=(list, str), question=str, sha256=str)
 OPTIONAL = dict(alpha=.05, by="algo", question="")
 
@@ -32,7 +34,9 @@ def check_plan(
     _check_numbers(plan, at)
     digest = plan_hash(plan)
     if said.get("sha256", digest) != digest:
-        raise ValueError(f"{at}: its entries have the hash {digest[:8]} and it says {said['sha256'][:8]}; they were changed after they were stored")
+        raise ValueError(
+            f"{at}: its entries have the hash {digest[:8]} and it says {said['sha256'][:8]}; they were changed after "
+            f"they were stored")
     return plan | dict(sha256=digest)
 
 def plan_hash(plan:dict)->str:
@@ -83,13 +87,16 @@ def read_plan(
     if isinstance(plan, dict): return check_plan(plan)
     import yaml
     path = Path(plan)
-    if not path.is_file(): raise FileNotFoundError(f"plan: there is no file {path}; expected YAML or JSON (page eval/plan)")
+    if not path.is_file():
+        raise FileNotFoundError(f"plan: there is no file {path}; expected YAML or JSON (page eval/plan)")
     try:
         text = path.read_text(encoding="utf-8")
         node,said = yaml.compose(text, yaml.SafeLoader),yaml.safe_load(text)
-    except (ValueError, RecursionError, yaml.YAMLError) as e: raise ValueError(f"plan {path}: {' '.join(str(e).split())}; expected YAML or JSON") from e
+    except (ValueError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"plan {path}: {' '.join(str(e).split())}; expected YAML or JSON") from e
     names = [key.value for key,_ in node.value] if isinstance(node, yaml.MappingNode) else []
-    if twice := [k for k in names if names.count(k) > 1]: raise ValueError(f"plan {path}: {twice[0]} is there twice; give it once")
+    if twice := [k for k in names if names.count(k) > 1]:
+        raise ValueError(f"plan {path}: {twice[0]} is there twice; give it once")
     return check_plan(said, f"plan {path}")
 
 def planned(
@@ -99,10 +106,14 @@ def planned(
     "A step of `resolve`: the plan in the place of its file; ValueError for a seed that is not of the plan."
     if not cfg.plan: return cfg
     plan,run = read_plan(cfg.plan),run or cfg
-    if wrong := [k for k in plan["by"] if k not in vars(run)]: raise ValueError(f"plan: by has {wrong[0]!r}, which is no setting of this run{closest(wrong[0], vars(run))}")
+    if wrong := [k for k in plan["by"] if k not in vars(run)]:
+        raise ValueError(f"plan: by has {wrong[0]!r}, which is no setting of this run{closest(wrong[0], vars(run))}")
     if run.seed in plan["seeds"]: return replace(cfg, plan=plan)
-    raise ValueError(f"seed is {run.seed}, and the plan has {plan['seeds']}; take one of these, or leave plan out for a run besides it")
+    raise ValueError(
+        f"seed is {run.seed}, and the plan has {plan['seeds']}; take one of these, or leave plan out for a run "
+        f"besides it")
 
 def brief(name:str, value)->str:
     "A setting's value for a message: of a plan the begin of its hash."
-    return f"plan {value['sha256'][:8]}" if name == "plan" and isinstance(value, dict) and "sha256" in value else repr(value)
+    return (f"plan {value['sha256'][:8]}" if name == "plan" and isinstance(value, dict) and "sha256" in value
+            else repr(value))

@@ -53,7 +53,8 @@ class Player:
         self.clock,self.group = dict.fromkeys(CLOCK, 0),group
         self.specs = {t.id: spec_of(t, cameras) for t in tasks}
         check_perturbs(tasks)
-        self.seed,self.perturbs = seed,{i: perturb_of(spec.get("perturb", {})) for i,spec in self.specs.items()}   # task id -> name -> strength
+        # task id -> name -> strength
+        self.seed,self.perturbs = seed,{i: perturb_of(spec.get("perturb", {})) for i,spec in self.specs.items()}
         self.shared = bool(batch) or b > 1 or any(kind_of(spec).heavy for spec in self.specs.values())
         pool |= self._lay_out(batch, rows, rank, world)
         specs = [self.specs[row.task.id] for row in self.rows]
@@ -104,7 +105,8 @@ def evaluate(self:Player,
     skip = lambda task, trial: record_key({**stage_info, "task": task, "trial": trial}) in done
     if self.shared: episodes = Queue([t for t in self.tasks if t.id in ids], trials, skip, self.queue_part)
     else: episodes = OwnTrials(self.rows, trials, ids, skip, self.rows_per_task)
-    evaluation = self.evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round, actions, algo,
+    evaluation = self.evaluation(self, policy, processor, episodes, seed, stage_info, on_record, on_round,
+                                 actions, algo,
                                  recorder)
     evaluation.tell(trials)
     was_training,start = policy.training,time.monotonic()
@@ -229,7 +231,8 @@ def _chunks(self:_Evaluation, call:dict)->np.ndarray:   # (places,H,A), those of
         for place,row in call.items(): v[place] = self.pool.obs[k][row.slot]
     self._change_policy(next(iter(call.values())))
     in_places = [call.get(place, self.idle) for place in range(self.places)]   # rows
-    chunks = predict_groups(self.policy, self.processor, self.obs, in_places, self.idle, self.player.group)   # noise: from each row's own generator
+    # noise: from each row's own generator
+    chunks = predict_groups(self.policy, self.processor, self.obs, in_places, self.idle, self.player.group)
     seconds = time.perf_counter()-start
     self.clock["policy"] += seconds
     self.clock["calls"] += 1

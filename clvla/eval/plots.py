@@ -88,7 +88,8 @@ def returns_heatmap(
 PALETTE = ((31, 119, 180), (214, 39, 40), (44, 160, 44), (148, 103, 189), (255, 127, 14), (23, 190, 207), (140, 86, 75),
            (227, 119, 194), (188, 189, 34), (127, 127, 127)) # red, green and blue, 0 to 255
 NAMED = dict(blue=PALETTE[0], red=PALETTE[1], green=PALETTE[2], purple=PALETTE[3], orange=PALETTE[4], cyan=PALETTE[5],
-             brown=PALETTE[6], pink=PALETTE[7], gray=PALETTE[9], grey=PALETTE[9], yellow=(230, 190, 20), black=(30, 30, 30),
+             brown=PALETTE[6], pink=PALETTE[7], gray=PALETTE[9], grey=PALETTE[9], yellow=(230, 190, 20),
+             black=(30, 30, 30),
              white=(200, 200, 200))
 
 def css(rgb, alpha:float=1.)->str: return f"rgba({','.join(map(str, rgb))},{alpha:g})"   # a colour as plotly takes it
@@ -152,7 +153,8 @@ def replay_bars(
     "Samples per task in each stage, stacked."
     tasks = list(dict.fromkeys(j for c in counts.values() for j in c))
     colors = task_colors(tasks)
-    fig = go.Figure([go.Bar(x=list(counts), y=[c.get(j, 0) for c in counts.values()], name=j, marker=dict(color=css(colors[j])))
+    fig = go.Figure([go.Bar(x=list(counts), y=[c.get(j, 0) for c in counts.values()], name=j,
+                            marker=dict(color=css(colors[j])))
                      for j in tasks])
     return small(fig, title, barmode="stack", yaxis_title="samples", xaxis_title="stage")
 

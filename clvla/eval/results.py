@@ -46,7 +46,8 @@ class Results:
     def interval(self)->tuple: return tuple(map(float, wilson(self.k, self.n)))   # 95 %, of the rate
     @property
     def credit(self)->tuple|None: # mean and 95 % interval of partial credit, None where the record has none
-        return None if self.episodes is None or "progress" not in self.episodes else share_interval(self.episodes.progress.to_numpy(float))
+        return (None if self.episodes is None or "progress" not in self.episodes
+                else share_interval(self.episodes.progress.to_numpy(float)))
     @property
     def pairs(self)->bool: return self.episodes is not None and bool(self.episodes.trial.notna().all())
 
@@ -56,26 +57,32 @@ def of_episodes(name:str, form:str, rows:pd.DataFrame)->Results:
     if not len(rows): raise ValueError(f"{name}: {form} without episodes")
     success = pd.to_numeric(rows.success.map(lambda x: {"true": 1, "false": 0}.get(str(x).lower(), x)), errors="coerce")
     if (wrong := ~success.isin([0, 1])).any():
-        raise ValueError(f"{name}: success is {rows.success[wrong].iloc[0]!r} in row {int(wrong.argmax())}, expected 0 or 1")
+        raise ValueError(
+            f"{name}: success is {rows.success[wrong].iloc[0]!r} in row {int(wrong.argmax())}, expected 0 or 1")
     more = ["progress"]*("progress" in rows)
     if more: rows = rows.assign(progress=_shares(name, rows.progress))
     rows = rows.assign(success=success.astype(int))[COLUMNS+more].reset_index(drop=True)
     known = rows[rows.trial.notna()]
     if (twice := known.duplicated(["task", "trial", "seed"])).any():
-        raise ValueError(f"{name}: task, trial, seed = {tuple(known[twice].iloc[0][['task', 'trial', 'seed']])} is there twice; "
+        raise ValueError(
+            f"{name}: task, trial, seed = {tuple(known[twice].iloc[0][['task', 'trial', 'seed']])} is there twice; "
                          "give each episode once, or a seed to each repetition")
     counts = rows.groupby("task", sort=False).success.agg(k="sum", n="count")
     lacks = [] if rows.trial.notna().all() else ["it does not say which initial state an episode had, so nothing pairs"]
-    if (seeds := rows.seed.nunique()) > 1: lacks.append(f"its episodes come from {seeds} seeds and are counted as those of one policy")
+    if (seeds := rows.seed.nunique()) > 1:
+        lacks.append(f"its episodes come from {seeds} seeds and are counted as those of one policy")
     return Results(name, form, counts, rows, lacks)
 
 def of_counts(name:str, form:str, counts:pd.DataFrame)->Results:
     "Results from counts; ValueError for counts that no trials can give."
     counts = counts.assign(**{c: pd.to_numeric(counts[c], errors="coerce").astype(float) for c in ("k", "n")})
-    if counts.n.sum() > MOST: raise ValueError(f"{name}: {counts.n.sum():,.0f} trials, expected at most {MOST:,}")   # an infinite number among them
+    if counts.n.sum() > MOST:
+        # an infinite number among them
+        raise ValueError(f"{name}: {counts.n.sum():,.0f} trials, expected at most {MOST:,}")
     for task,(k,n) in counts[["k", "n"]].iterrows():
         if not (k == k and n == n and 0 <= k <= n and n >= 1 and k == int(k) and n == int(n)):
-            raise ValueError(f"{name}: {task}: {k:g} successes in {n:g} trials, expected whole numbers, 0 to n of n, n from 1")
+            raise ValueError(
+                f"{name}: {task}: {k:g} successes in {n:g} trials, expected whole numbers, 0 to n of n, n from 1")
     return Results(name, form, counts[["k", "n"]].astype(int), None, ["it has counts, no episodes, so nothing pairs"])
 
 # %% ../../nbs/eval/11_results.ipynb #3d1165d4
@@ -94,7 +101,8 @@ def counted(
 def of_text(name:str, text:str)->Results|None: # None where it is no such text
     "Results of `185/200` or `92.5%/200`."
     if m := re.fullmatch(r"(\d{1,15})/(\d{1,15})", text): k,n = int(m[1]),int(m[2])
-    elif m := re.fullmatch(r"(\d{1,3}(?:\.(\d{1,9}))?) ?%/(\d{1,15})", text): k,n = counted(name, float(m[1]), int(m[3]), len(m[2] or "")),int(m[3])
+    elif m := re.fullmatch(r"(\d{1,3}(?:\.(\d{1,9}))?) ?%/(\d{1,15})", text):
+        k,n = counted(name, float(m[1]), int(m[3]), len(m[2] or "")),int(m[3])
     else: return None
     return of_counts(name, "two numbers", pd.DataFrame(dict(k=[k], n=[n]), index=["all"]))
 
@@ -102,20 +110,29 @@ def of_text(name:str, text:str)->Results|None: # None where it is no such text
 def read_csv(name:str, path:Path)->Results:
     "Episodes, counts or means in a CSV file."
     try: t = pd.read_csv(path)
-    except (ValueError, UnicodeDecodeError) as e: raise ValueError(f"{path}: {e}") from e   # pandas' errors are ValueErrors
+    except (ValueError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: {e}") from e   # pandas' errors are ValueErrors
     t.columns = [str(c).strip().lower() for c in t.columns]
     has = lambda *names: set(names) <= set(t.columns)
     task = t.task.astype(str) if has("task") else pd.Series("all", t.index)
     if has("success"):
         trial = t.trial if has("trial") else None
-        rows = pd.DataFrame(dict(task=task, trial=trial, seed=t.seed if has("seed") else 0, success=t.success) | (dict(progress=t.progress) if has("progress") else {}))
+        rows = pd.DataFrame(dict(task=task, trial=trial, seed=t.seed if has("seed") else 0,
+                                 success=t.success) | (dict(progress=t.progress) if has("progress") else {}))
         return of_episodes(name, f"CSV of {len(t)} episodes", rows)
     for c in ("mean", "n") if has("mean", "n") else ():
         numbers = pd.to_numeric(t[c], errors="coerce")
-        if (wrong := ~numbers.between(0, MOST)).any(): raise ValueError(f"{path}: {c} is {t[c][wrong].iloc[0]} in row {int(wrong.to_numpy().argmax())}, expected a number from 0")
-    if has("mean", "n"): t = t.assign(k=[counted(f"{name}, {i}", 100*m if t["mean"].max() <= 1 else m, int(n)) for i,m,n in zip(task, t["mean"], t.n)])
+        if (wrong := ~numbers.between(0, MOST)).any():
+            raise ValueError(
+                f"{path}: {c} is {t[c][wrong].iloc[0]} in row {int(wrong.to_numpy().argmax())}, expected a number "
+                f"from 0")
+    if has("mean", "n"):
+        t = t.assign(k=[counted(f"{name}, {i}", 100*m if t["mean"].max() <= 1 else m, int(n))
+                        for i,m,n in zip(task, t["mean"], t.n)])
     if not (has("mean", "n") or has("k", "n")):
-        raise ValueError(f"{path} has the columns {', '.join(t.columns)}; expected success, or k and n, or mean and n, each with or without task")
+        raise ValueError(
+            f"{path} has the columns {', '.join(t.columns)}; expected success, or k and n, or mean and n, each with "
+            f"or without task")
     if task.duplicated().any(): raise ValueError(f"{path}: task {task[task.duplicated()].iloc[0]!r} is there twice")
     return of_counts(name, "CSV of counts", t.set_index(task))
 
@@ -124,7 +141,9 @@ def _shares(name:str, progress)->pd.Series:
     "Partial credit as numbers; ValueError for one outside [0,1]."
     x = pd.to_numeric(progress, errors="coerce")
     if (wrong := ~x.between(0, 1)).any():
-        raise ValueError(f"{name}: progress is {progress[wrong].iloc[0]} in row {int(wrong.to_numpy().argmax())}, expected a share from 0 to 1; divide a return or a count of sub-goals by its most")
+        raise ValueError(
+            f"{name}: progress is {progress[wrong].iloc[0]} in row {int(wrong.to_numpy().argmax())}, expected a "
+            f"share from 0 to 1; divide a return or a count of sub-goals by its most")
     return x
 
 def share_interval(
@@ -161,10 +180,15 @@ def of_vla_eval(name:str, d:dict)->Results|None: # None where it is no such file
         for e in task["episodes"]:
             errors += bool(e.get("failure_reason"))
             success = e["metrics"].get("success", False) if e.get("failure_reason") else e["metrics"]["success"]
-            rows.append(dict(task=task["task"], trial=e["episode_id"], seed=seed, success=success) | ({"progress": e["metrics"]["progress"]} if "progress" in e["metrics"] else {"progress": 0.} if e.get("failure_reason") else {}))
-    table = pd.DataFrame(rows, columns=[*COLUMNS, *["progress"]*any("progress" in e["metrics"] for task in d["tasks"] for e in task["episodes"])])
+            rows.append(dict(task=task["task"], trial=e["episode_id"], seed=seed,
+                             success=success) | ({"progress": e["metrics"]["progress"]} if "progress" in e["metrics"]
+                                                 else {"progress": 0.} if e.get("failure_reason") else {}))
+    table = pd.DataFrame(rows, columns=[*COLUMNS, *["progress"]*any("progress" in e["metrics"] for task in d["tasks"]
+                                                                    for e in task["episodes"])])
     if "progress" in table and (lost := int(table.progress.isna().sum())):
-        raise ValueError(f"{name}: {lost} of {len(table)} episodes have no progress, which the others have; give it to each, or to none")
+        raise ValueError(
+            f"{name}: {lost} of {len(table)} episodes have no progress, which the others have; give it to each, or "
+            f"to none")
     found = of_episodes(name, f"vla-eval {d['harness_version']}, {d.get('benchmark')}", table)
     if errors: found.lacks.append(f"{errors} of its episodes ended with an error and count as failures")
     return found
@@ -188,14 +212,17 @@ def rows_of_openvla(name:str, lines)->list:
             number = int(value)
             if number == 1: nth[task] = nth.get(task, 0)+1
         elif kind == "Success":
-            if task is None or number is None: raise ValueError(f"{name}: episode {len(rows)+1} has no task or no number; expected one whole evaluation")
+            if task is None or number is None:
+                raise ValueError(
+                    f"{name}: episode {len(rows)+1} has no task or no number; expected one whole evaluation")
             words = task if nth.get(task, 1) == 1 else f"{task} ({nth[task]})"
             rows.append(dict(task=words, trial=number-1, seed=0, success=value))
             task = number = None   # each episode names its own
         elif kind.startswith("#"):
             found = len(rows) if "episodes" in kind else sum(r["success"] == "True" for r in rows)
             if (said := int(value.split()[0])) != found:
-                raise ValueError(f"{name}: behind episode {len(rows)} the file says {kind}: {said}, and its lines give {found}; "
+                raise ValueError(
+                    f"{name}: behind episode {len(rows)} the file says {kind}: {said}, and its lines give {found}; "
                                  "expected one whole evaluation")
     return rows
 
@@ -210,7 +237,8 @@ def of_openvla(name:str, text:str)->Results|None: # None where it is no such tex
     if errors := sum(kind in ("Episode error", "Caught exception") for kind,_ in lines):
         found.lacks.append(f"{errors} of its episodes ended with an error and count as failures")
     if found.counts.n.nunique() > 1:
-        found.lacks.append(f"its tasks have {found.counts.n.min()} to {found.counts.n.max()} episodes: it was stopped, or skipped some")
+        found.lacks.append(
+            f"its tasks have {found.counts.n.min()} to {found.counts.n.max()} episodes: it was stopped, or skipped some")
     return found
 
 # %% ../../nbs/eval/11_results.ipynb #0fcb9867
@@ -225,7 +253,9 @@ def stored_stream(path:Path)->dict|None: # with stages and tasks; None where the
     homes = [path, path.resolve().parents[1]] if path.resolve().parent.name == "evals" else [path]
     file = next((home/"stream.json" for home in homes if (home/"stream.json").exists()), None)
     if file is None: return None
-    with reading(file): return dict(stages=list((stream := read_json(file))["stages"]), tasks=[dict(t, id=t["id"]) for t in stream["tasks"]])
+    with reading(file):
+        return dict(stages=list((stream := read_json(file))["stages"]),
+                    tasks=[dict(t, id=t["id"]) for t in stream["tasks"]])
 
 # %% ../../nbs/eval/11_results.ipynb #90bc18f1
 def ends_at(path:Path, records:list)->tuple: # records; names of the tasks that are left out
@@ -243,10 +273,14 @@ def of_run(name:str, path:Path)->Results:
     ends,probes = ends_at(path, records)
     rows = [dict(task=r["task"], trial=r["trial"], seed=run.get("seed", 0), success=r["success"]) for r in ends]
     changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
-    found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}", pd.DataFrame(rows, columns=COLUMNS))
-    found.plan,found.changed,found.unfinished = config.get("plan") or run.get("plan", ""),", ".join(changed),unfinished(path, config, records)
+    found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}",
+                        pd.DataFrame(rows, columns=COLUMNS))
+    found.plan,found.changed,found.unfinished = (config.get("plan")
+                                                 or run.get("plan", ""),", ".join(changed),
+                                                 unfinished(path, config, records))
     found.lacks += [f"the run {found.unfinished}"]*bool(found.unfinished)
-    found.lacks += [f"{', '.join(probes)}, on which it was not trained, {'is' if len(probes) == 1 else 'are'} left out"]*bool(probes)
+    found.lacks += [
+        f"{', '.join(probes)}, on which it was not trained, {'is' if len(probes) == 1 else 'are'} left out"]*bool(probes)
     return found
 
 def unfinished(
@@ -258,7 +292,9 @@ def unfinished(
     if (stream := stored_stream(path)) is None: return ""
     stages,ids = stream["stages"],[t["id"] for t in stream["tasks"]]
     last = max(r["stage"] for r in records if r.get("step") is None)
-    if last < len(stages)-1: return f"has come to stage {last+1} of {len(stages)}, after {stages[last]}" if last >= 0 else "was tried before its training alone"
+    if last < len(stages)-1:
+        return (f"has come to stage {last+1} of {len(stages)}, after {stages[last]}" if last >= 0
+                else "was tried before its training alone")
     n,wanted = pd.Series([r["task"] for r in final(records)]).value_counts(),config.get("n_trials")
     short = [f"{n.get(i, 0)} of {wanted} episodes of {i}" for i in ids if type(wanted) is int and n.get(i, 0) < wanted]
     return f"has at its end {', '.join(short[:3])}{' and fewer than all of others'*(len(short) > 3)}" if short else ""
@@ -272,7 +308,8 @@ def of_json(name:str, path:Path, d)->Results:
         except (KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{name}: {path} is not as {who} writes it: {type(e).__name__} {e}") from e
         if found is not None: return found
-    raise ValueError(f"{name}: {path} is JSON of no known form; known are LeRobot's eval_info.json and vla-eval's aggregate")
+    raise ValueError(
+        f"{name}: {path} is JSON of no known form; known are LeRobot's eval_info.json and vla-eval's aggregate")
 
 # %% ../../nbs/eval/11_results.ipynb #1c7e5814
 def read_results(
@@ -284,13 +321,17 @@ def read_results(
     if (found := of_text(name, what)) is not None: return found
     path = Path(what)
     if path.is_dir(): return of_run(name, path)
-    if not path.is_file(): raise FileNotFoundError(f"{name}: there is no {path}; expected a run's folder, a CSV, JSON or text file, or two numbers as in 185/200")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{name}: there is no {path}; expected a run's folder, a CSV, JSON or text file, or two numbers as in "
+            f"185/200")
     if not path.stat().st_size: raise ValueError(f"{name}: {path} is empty")
     if path.suffix.lower() == ".csv": return read_csv(name, path)
     try:
         words = path.read_text(encoding="utf-8")
         if (found := of_openvla(name, words)) is not None: return found
         d = json.loads(words)
-    except (json.JSONDecodeError, RecursionError) as e: raise ValueError(f"{name}: {path} is neither CSV, nor JSON, nor OpenVLA's text file: {e}") from e
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise ValueError(f"{name}: {path} is neither CSV, nor JSON, nor OpenVLA's text file: {e}") from e
     except UnicodeDecodeError as e: raise ValueError(f"{name}: {path} is not text: {e}") from e
     return of_json(name, path, d)

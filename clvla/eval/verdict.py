@@ -26,7 +26,8 @@ def rule(
     smallest:float # smallest difference of interest, points
 )->str:            # holds, does not, or too small to tell
     "What an interval says of a claim; ValueError for a claim that is none, or numbers that are no interval."
-    if claim not in CLAIMS: raise ValueError(f"unknown claim {claim!r}; one of {', '.join(CLAIMS)}{closest(claim, CLAIMS)}")
+    if claim not in CLAIMS:
+        raise ValueError(f"unknown claim {claim!r}; one of {', '.join(CLAIMS)}{closest(claim, CLAIMS)}")
     if not low <= high: raise ValueError(f"interval [{low}, {high}]: expected two numbers, the lower one first")
     if not smallest > 0: raise ValueError(f"smallest is {smallest}, expected points above 0")
     if claim == "less": return rule("more", -high, -low, smallest)
@@ -54,12 +55,17 @@ class ClaimVerdict:
     @property
     def text(self)->str:
         "In a sentence, for a page's first paragraph."
-        words = {"holds": "The claim holds here", "does not": "The claim does not hold here"}.get(self.says, "Nothing was found (too small to tell)")
-        return (f"{words}: {self.difference:+.1f} points, {self.level:g} % interval [{self.low:.1f}, {self.high:.1f}] over {self.n} seeds, "
-                f"where {self.smallest:g} points are of interest and {self.could:.1f} could have been shown{self._corrected}.")
+        words = {"holds": "The claim holds here",
+                 "does not": "The claim does not hold here"}.get(self.says, "Nothing was found (too small to tell)")
+        return (f"{words}: {self.difference:+.1f} points, {self.level:g} % interval "
+                f"[{self.low:.1f}, {self.high:.1f}] over {self.n} seeds, "
+                f"where {self.smallest:g} points are of interest and {self.could:.1f} could have been "
+                f"shown{self._corrected}.")
 
     @property
-    def _corrected(self)->str: return "" if isnan(self.p_holm) else f"; the interval is that of one test, and p = {self.p_holm:.2g} after Holm over all of the plan's"
+    def _corrected(self)->str:
+        return ("" if isnan(self.p_holm)
+                else f"; the interval is that of one test, and p = {self.p_holm:.2g} after Holm over all of the plan's")
 
 # %% ../../nbs/eval/21_verdict.ipynb #67a0ff0b
 def judge(
@@ -84,7 +90,8 @@ def judge_seeds(
 )->ClaimVerdict:
     "The verdict over seeds; ValueError for less than three, which have no interval worth the name."
     x = np.asarray(list(differences), float)
-    if len(x) < 3 or not np.isfinite(x).all(): raise ValueError(f"differences of {len(x)} seeds, {x.tolist()}: expected finite ones of three or more")
+    if len(x) < 3 or not np.isfinite(x).all():
+        raise ValueError(f"differences of {len(x)} seeds, {x.tolist()}: expected finite ones of three or more")
     t = t_interval(x, .95, noise)
     return judge(claim, t.value, t.low, t.high, smallest, len(x))
 
@@ -94,8 +101,13 @@ def judge_planned(
     test       # of `Planned`: what `follow_runs` found about one method
 )->ClaimVerdict:
     "The verdict by a plan's own test; ValueError where there were no runs, or where its endpoint is no share."
-    if plan["endpoint"] in plain: raise ValueError(f"the plan's endpoint {plan['endpoint']!r} is no share, and a claim is judged in points; `follow_runs` says what the test found")
-    if isnan(test.low): raise ValueError(f"{test.method}: the plan has {test.n} shared seeds, which have no interval; make its runs first")
+    if plan["endpoint"] in plain:
+        raise ValueError(
+            f"the plan's endpoint {plan['endpoint']!r} is no share, and a claim is judged in points; `follow_runs` "
+            f"says what the test found")
+    if isnan(test.low):
+        raise ValueError(
+            f"{test.method}: the plan has {test.n} shared seeds, which have no interval; make its runs first")
     found = judge(claim, test.difference, test.low, test.high, plan["smallest"], test.n, plan["alpha"])
     apart = found.says == ("holds" if claim in ("more", "less") else "does not")   # what the corrected p-value is about
     if not apart or not test.p_holm > plan["alpha"]: return found
@@ -117,5 +129,7 @@ def verdict_table(
     rows:list # of (dict of words, `ClaimVerdict`)
 )->pd.DataFrame:
     "One row for each claim: its words, then what was found."
-    def row(v): return dict(seeds=v.n, difference=f"{v.difference:+.1f} [{v.low:.1f}, {v.high:.1f}]", interest=v.smallest, could=round(v.could, 1), verdict=v.says)
+    def row(v):
+        return dict(seeds=v.n, difference=f"{v.difference:+.1f} [{v.low:.1f}, {v.high:.1f}]", interest=v.smallest,
+                    could=round(v.could, 1), verdict=v.says)
     return pd.DataFrame([words | row(v) for words,v in rows])

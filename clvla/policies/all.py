@@ -40,9 +40,12 @@ policies = Registry("policy", **{
     "lerobot-xvla-tiny": "clvla.policies.lerobot.xvla:TinyXVLA"})
 
 # what practice makes of a policy of the menu: read from checkpoints, never named by a run
-practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy", "rl-best": "clvla.rl.best_of_n:BestOfN",
-                                  "rl-noise": "clvla.rl.noise_actor:NoisePolicy", "rl-choice": "clvla.rl.choice:ChoicePolicy",
-                                  "rl-flow": "clvla.rl.flow_gradient:FlowPolicy", "rl-distilled": "clvla.rl.distilled:DistilledPolicy",
+practised = Registry("policy", **{"rl-token": "clvla.rl.token_policy:TokenPolicy",
+                                  "rl-best": "clvla.rl.best_of_n:BestOfN",
+                                  "rl-noise": "clvla.rl.noise_actor:NoisePolicy",
+                                  "rl-choice": "clvla.rl.choice:ChoicePolicy",
+                                  "rl-flow": "clvla.rl.flow_gradient:FlowPolicy",
+                                  "rl-distilled": "clvla.rl.distilled:DistilledPolicy",
                                   "rl-recap": "clvla.rl.recap:RecapPolicy"})
 
 def class_of(name:str):

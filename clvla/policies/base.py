@@ -172,7 +172,8 @@ def encoded(
     fits = lambda x, ndim: torch.is_tensor(x) and x.ndim == ndim and len(x) == B
     wrong = [f"{k} {shown(x)}" for k,(x,ndim) in rows.items() if not (fits(x, ndim) or x is None and k != "pooled")]
     if rows and not wrong: return ctx
-    raise ContractError(f"{author(policy)}.encode gave {', '.join(wrong) or shown(ctx)} for {B} observations, expected a Context "
+    raise ContractError(
+        f"{author(policy)}.encode gave {', '.join(wrong) or shown(ctx)} for {B} observations, expected a Context "
                         f"with pooled ({B},D), tokens ({B},L,D) or None, mask ({B},L) or None")
 
 # %% ../../nbs/policies/00_base.ipynb #b6a25348
@@ -259,8 +260,11 @@ def check(cls:Policy,
         raise ValueError(f"policy {who} has no head {config['head']!r}{closest(config['head'], cls.heads)}")
     for k in config:
         if k not in known: raise ValueError(f"policy {who} has no argument {k!r}{closest(k, known)}")
-    lacking = [k for k,p in known.items() if p.default is p.empty and k not in (*config, "H", "action_dim", "state_dim", "image_size")]
-    if lacking: raise ValueError(f"policy {who} needs a setting {lacking[0]!r}; give it in model_kw, as in {{{lacking[0]!r}: ...}}")
+    lacking = [k for k,p in known.items() if p.default is p.empty
+               and k not in (*config, "H", "action_dim", "state_dim", "image_size")]
+    if lacking:
+        raise ValueError(
+            f"policy {who} needs a setting {lacking[0]!r}; give it in model_kw, as in {{{lacking[0]!r}: ...}}")
     config = {k: p.default for k,p in known.items() if p.default is not p.empty} | config
     for k in ("H", "action_dim", "state_dim"):
         if k in config: check_count(who, k, config[k])

@@ -103,7 +103,8 @@ def add_lora(
     for n,p in policy.named_parameters():
         learns = n.startswith(policy.head_names) or id(p) not in under and not n.startswith(loaded)
         p.requires_grad_(".lora_" in n or id(p) in trained and learns)
-    policy.lora = dict(rank=int(rank), alpha=float(alpha), pretrained=bool(pretrained), dropout=policy.dropout, init=init)
+    policy.lora = dict(rank=int(rank), alpha=float(alpha), pretrained=bool(pretrained), dropout=policy.dropout,
+                       init=init)
     return note_frozen(policy, pretrained)
 
 # %% ../../nbs/policies/04_lora.ipynb #9cb8a5c6

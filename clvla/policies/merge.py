@@ -23,7 +23,8 @@ def merge_checkpoint(
     place,out = Path(run)/"checkpoints",Path(out)
     known = sorted(p.parent.name for p in place.glob("*/policy.json"))
     if not known: raise ValueError(f"{run} holds no checkpoint; give the folder of a run that has trained")
-    if checkpoint not in known: raise ValueError(f"{place} has no checkpoint {checkpoint!r}{closest(checkpoint, known)}")
+    if checkpoint not in known:
+        raise ValueError(f"{place} has no checkpoint {checkpoint!r}{closest(checkpoint, known)}")
     if out.exists(): raise ValueError(f"{out} exists; name a folder that does not")
     policy = load_policy(place/checkpoint)
     if not policy.lora:

@@ -158,7 +158,8 @@ def _encoded(policy:Tiny, obs:dict)->tuple:
     "Row numbers (B,L) of the words, and `parts`."
     c,kept = policy.config,{k: FEATURES + f"image.{k.removeprefix(IMAGES)}" for k in policy.pixels}
     check_obs(obs, {k: h for k,h in policy.pixels.items() if kept[k] not in obs}, c["state_dim"])
-    ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(policy.query.device)   # once: each copy to a GPU waits
+    # once: each copy to a GPU waits
+    ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(policy.query.device)
     made = dict(state=policy.state(obs[STATE])[:,None], words=policy.words(ids) + policy.pos[:ids.shape[1]])
     for k,eye in zip(policy.pixels, policy.eyes):
         made[kept[k].removeprefix(FEATURES)] = obs[kept[k]] if kept[k] in obs else eye(obs[k])

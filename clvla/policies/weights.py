@@ -112,7 +112,8 @@ def read_policy(
 # %% ../../nbs/policies/03_weights.ipynb #ed4f9b79
 def _check_lora(lora:dict, where:str):
     "ValueError unless these are settings of adapters as save_policy writes them."
-    entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict, dropout=(float, int), init=str), where, _AGAIN,
+    entries(lora, dict(rank=int, alpha=(float, int), pretrained=bool, base=dict, dropout=(float, int), init=str),
+            where, _AGAIN,
             optional=["base", "dropout", "init"])
     if not 1 <= lora["rank"] < 2**16 or not 0 < lora["alpha"] < 2**16:
         raise ValueError(f"{where}: rank must be 1 or more, alpha above 0, both below {2**16}; found {lora['rank']}, "
@@ -149,7 +150,9 @@ def check_stored(
     order = lambda config: list(camera_pixels(config.get("image_size"), config.get("cameras") or ()))
     theirs,ours = order(about.get("config", {})),order(policy.config)
     if theirs != ours and sorted(theirs) == sorted(ours):
-        raise ValueError(f"{folder} was trained with the cameras in the order {theirs}, this policy has {ours}, and one camera would "
+        raise ValueError(
+            f"{folder} was trained with the cameras in the order {theirs}, this policy has {ours}, and one camera "
+            f"would "
                          f"get the weights of another; build it in that order: model_kw={{'cameras': {theirs}}}")
     if policy.base and "base" in about and policy.base["sha256"] != about["base"]["sha256"]:
         raise ValueError(f"{folder} was trained on other frozen weights (sha256 {about['base']['sha256'][:12]}) than "

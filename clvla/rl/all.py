@@ -13,7 +13,8 @@ methods = Registry("practice method", cloning="clvla.rl.cloning:Cloning", token_
                    dagger="clvla.rl.corrections:DAgger", hg_dagger="clvla.rl.corrections:HGDAgger",
                    token_ppo="clvla.rl.token_ppo:TokenPPO", token_grpo="clvla.rl.token_ppo:TokenGRPO",
                    best_of_n="clvla.rl.best_of_n:BestOfNMethod", dsrl="clvla.rl.noise_actor:DSRL",
-                   distilled="clvla.rl.distilled:Distilled", recap="clvla.rl.recap:Recap", token_pretrain="clvla.rl.pretrain:TokenPretrain",
+                   distilled="clvla.rl.distilled:Distilled", recap="clvla.rl.recap:Recap",
+                   token_pretrain="clvla.rl.pretrain:TokenPretrain",
                    choice_ppo="clvla.rl.choice:ChoicePPO", choice_grpo="clvla.rl.choice:ChoiceGRPO",
                    flow_ppo="clvla.rl.flow_gradient:FlowPPO", flow_grpo="clvla.rl.flow_gradient:FlowGRPO")
 

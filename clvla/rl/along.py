@@ -57,13 +57,16 @@ def check_along(
         raise ValueError(f"cl is {cfg.cl!r} and cycles is {cfg.cycles}, which belong to tasks that are practised one "
                          "after another; set stream to True, or leave both out")
     if not method.hooks:
-        raise ValueError(f"practice along a stream calls the hooks of cl in each update, and {cfg.algo!r} has updates of "
-                         "its own, which call none (`hooks` is False); take another algo, or practise the tasks together")
+        raise ValueError(
+            f"practice along a stream calls the hooks of cl in each update, and {cfg.algo!r} has updates of "
+                         "its own, which call none (`hooks` is False); take another algo, or practise the tasks "
+                         "together")
     if cfg.cl != "none" and method.unheld: raise ValueError(f"cl {cfg.cl!r} cannot hold {cfg.algo!r}: {method.unheld}")
     if len(stream) < 2:
         raise ValueError(f"a stream is two tasks or more, found {stream.ids}; name more of them, as in suite='mw5', or "
                          "leave out stream")
     for name in cl_parts(cfg.cl):
         algo = make_algo(name, cfg.seed, **(cfg.cl_kw if name == cfg.cl else cfg.cl_kw.get(name, {})))
-        if reason := why_not(algo, method.lacks): raise ValueError(f"cl {name!r} cannot go with practice by {cfg.algo!r}: {reason}")
+        if reason := why_not(algo, method.lacks):
+            raise ValueError(f"cl {name!r} cannot go with practice by {cfg.algo!r}: {reason}")
     make_cl(cfg).check(method.samples(cfg))

@@ -116,7 +116,8 @@ class BestOfNMethod(TokenMethod):
         shuffled:Flag()=False    # control: chunks are dealt out to other observations
     ):
         super().__init__(seed, token, token_updates, gamma)
-        if token and reads != "token": raise ValueError(f"token is {token!r}, which nothing reads; set reads to 'token'")
+        if token and reads != "token":
+            raise ValueError(f"token is {token!r}, which nothing reads; set reads to 'token'")
 
     def end(self):
         if len(self.replay): self.policy.has_learnt.fill_(True)   # without a transition the critic is as it was made
@@ -174,7 +175,8 @@ def states(self:BestOfNMethod, e)->dict:
     within = AGREE[self.policy.vla.precision]
     return dict(x=x, plans=torch.stack([d[planned(u, a, within)] for d,u,a in zip(draws, as_played, action)]))
 
-AGREE = dict(no=1e-3, tf32=4e-3, bf16=.03)   # precision -> how far a chunk may be from itself, computed beside other rows
+# precision -> how far a chunk may be from itself, computed beside other rows
+AGREE = dict(no=1e-3, tf32=4e-3, bf16=.03)
 
 def planned(
     draws:Tensor, # (N,H,A) in the environment's units, where an action that never changes is a constant
@@ -184,7 +186,8 @@ def planned(
     "Number of the draw whose first steps were executed; ValueError when it is none of them."
     gap = (draws[:,:len(played)]-played).flatten(1).abs().amax(1)
     if gap.min() > within: raise ValueError(
-        f"the executed chunk differs from all draws, from the nearest by {gap.min():.3g}; were policy, processor or seed changed "
+        f"the executed chunk differs from all draws, from the nearest by {gap.min():.3g}; were policy, processor or "
+        f"seed changed "
         "since the attempts were made?")
     return gap.argmin().item()
 
@@ -220,7 +223,8 @@ def update(self:BestOfNMethod)->dict:
 @patch
 def state_dict(self:BestOfNMethod)->dict:
     "Learners and replay."
-    return TokenMethod.state_dict(self) | {name: getattr(self, part).state_dict() for name,part in self.remembers.items()}
+    return TokenMethod.state_dict(self) | {name: getattr(self, part).state_dict()
+                                           for name,part in self.remembers.items()}
 
 @patch
 def load_state_dict(self:BestOfNMethod, state:dict):

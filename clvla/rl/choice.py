@@ -164,7 +164,9 @@ def states(self:ChoicePPO, e)->dict:
     noise = self.noise_of(e)[rows][:,:self.N].to(self.ctx.device)
     x,draws = self.policy.eval().look(obs, noise)
     as_played,action = self.ctx.processor.unnormalise(draws.cpu()),torch.from_numpy(e.action).split(self.policy.H)
-    return dict(x=x, draws=draws, chosen=torch.tensor([planned(u, a, AGREE[self.policy.vla.precision]) for u,a in zip(as_played, action)]))
+    return dict(x=x, draws=draws,
+                chosen=torch.tensor([planned(u, a, AGREE[self.policy.vla.precision])
+                                     for u,a in zip(as_played, action)]))
 
 # %% ../../nbs/rl/29_choice.ipynb #c250001b
 @patch

@@ -126,7 +126,8 @@ class CriticLearner:
 
     def check_norm(self, loss, norm)->bool:
         if norm.isfinite(): return True
-        raise FloatingPointError(f"the critic's loss is {loss.item()}, its gradient's norm {norm.item()}; are all states finite numbers?")
+        raise FloatingPointError(
+            f"the critic's loss is {loss.item()}, its gradient's norm {norm.item()}; are all states finite numbers?")
 
     def begin_anew(self): self.targ = slow_copy(self.critic)   # after `standardise`
 

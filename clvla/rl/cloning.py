@@ -178,7 +178,8 @@ def restrict(
     "Freeze what shall not learn; ValueError for a policy that has adapters already."
     if trains == "all": return
     if policy.lora:
-        raise ValueError(f"trains is {trains!r}, and the base has adapters, which learn beside its head as they are; set "
+        raise ValueError(
+            f"trains is {trains!r}, and the base has adapters, which learn beside its head as they are; set "
                          "trains to 'all', or merge them first")
     if trains == "lora":
         add_lora(policy, rank, alpha, seed=seed)
@@ -214,7 +215,8 @@ class Cloning(Method):
     def check(self, cfg):
         super().check(cfg)
         if self.trains != "all" and cfg.lora_rank:
-            raise ValueError(f"trains is {self.trains!r}, and the base has adapters by lora_rank {cfg.lora_rank}, which learn "
+            raise ValueError(
+                f"trains is {self.trains!r}, and the base has adapters by lora_rank {cfg.lora_rank}, which learn "
                              "beside its head as they are; set trains to 'all' or lora_rank to 0")
 
     def prepare(self, ctx):
@@ -283,7 +285,8 @@ def guard(self:Cloning, loss)->bool:
     "FloatingPointError for an update that is not finite."
     norm = self.loop.grad_norm
     if loss.isfinite() and norm.isfinite(): return True
-    raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()} at update {self.k} of practice; lower lr "
+    raise FloatingPointError(
+        f"loss {loss.item()}, gradient norm {norm.item()} at update {self.k} of practice; lower lr "
                              f"(now {self.lr:.2g}) or clip (now {self.ctx.cfg.clip}) in a new run_dir")
 
 # %% ../../nbs/rl/11_cloning.ipynb #c11000b2

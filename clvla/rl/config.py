@@ -58,9 +58,12 @@ def of_phase(
     if "phase" not in given: return given
     rest = {k: v for k,v in given.items() if k != "phase"}
     algo = PHASES.get(given["phase"])
-    if algo is None: raise ValueError(f"phase is {given['phase']!r}, expected one of {', '.join(PHASES)}; or name a method, as in algo token_td3")
+    if algo is None:
+        raise ValueError(
+            f"phase is {given['phase']!r}, expected one of {', '.join(PHASES)}; or name a method, as in algo token_td3")
     if rest.get("algo", "auto") not in ("auto", algo):
-        raise ValueError(f"phase {given['phase']!r} means algo {algo!r}, found algo {rest['algo']!r}; leave one of them out")
+        raise ValueError(
+            f"phase {given['phase']!r} means algo {algo!r}, found algo {rest['algo']!r}; leave one of them out")
     return rest | dict(algo=algo)
 
 # %% ../../nbs/rl/20_config.ipynb #c20000a3
@@ -158,10 +161,12 @@ def base_config(
 )->TrainConfig:        # of the run whose policy is the base
     "The imitation that the base policy comes from."
     own = {f.name: getattr(cfg, f.name) for f in fields(TrainConfig)}
-    fixed = dict(learner="imitation", algo="imitation", algo_kw={}, cl="joint", cl_kw={}, init_from="", evaluate="none", smoke=False, videos=False, num_processes=1,
+    fixed = dict(learner="imitation", algo="imitation", algo_kw={}, cl="joint", cl_kw={}, init_from="", evaluate="none",
+                 smoke=False, videos=False, num_processes=1,
                  machines="", strategy="ddp", max_wait=0., plan="",
                  rows_per_task=TrainConfig.rows_per_task, n_trials=TrainConfig.n_trials, detached=False)
-    if cfg.init_from and cfg.stats == "init": fixed["stats"] = "global"   # no base is trained; the checkpoint's statistics count in any case
+    if cfg.init_from and cfg.stats == "init":
+        fixed["stats"] = "global"   # no base is trained; the checkpoint's statistics count in any case
     base = TrainConfig(**own | fixed)
     text = json.dumps(identity(base), sort_keys=True)
     name = f"{stream_name(cfg.suite)}-n{cfg.n_demos}-u{cfg.steps_per_task}-s{cfg.seed}"

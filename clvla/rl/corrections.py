@@ -63,7 +63,8 @@ class Labels(Successes):
     def new_steps(self, e, rows, pad)->np.ndarray: # (n,)
         "Labelled steps that each sample adds: chunks of an intervention overlap."
         ends = e.at[rows]+(~pad).sum(1)
-        before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if len(ends) and self.of is interventions_of else e.at[rows]
+        before = (np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if len(ends) and self.of is interventions_of
+                  else e.at[rows])
         return ends-np.maximum(before, e.at[rows])
 
 # %% ../../nbs/rl/32_corrections.ipynb #332c750e
@@ -102,7 +103,8 @@ class HGDAgger(DAgger):
         **more           # of `DAgger`
     ):
         super().__init__(seed, **more)
-        if gate is None and not late: raise ValueError("with gate None and late 0 the expert never takes over; set one of them")
+        if gate is None and not late:
+            raise ValueError("with gate None and late 0 the expert never takes over; set one of them")
         self.expert = dict(gate=gate, late=late)
 
 def check_experts(

@@ -46,7 +46,8 @@ def winner(
     draws:Tensor  # (B,N,C,A) the head's chunks of these noises
 )->Tensor:        # (B,C,A)
     "The noise of the draw that the critic prefers."
-    parts = zip(x.split(32), draws.split(32))   # the hidden layers of more rows take more time to be allocated than computed
+    # the hidden layers of more rows take more time to be allocated than computed
+    parts = zip(x.split(32), draws.split(32))
     best = torch.cat([draw_logits(critic, *part).argmax(1) for part in parts])
     return noise[torch.arange(len(noise)),best]
 
@@ -153,7 +154,8 @@ def make_policy(self:Distilled)->DistilledPolicy:
     base,ctx,net = self.base,self.ctx,self.net_sizes()
     with first_weights(self.seed, "practice", "distilled"):
         policy = DistilledPolicy(ctx.cfg.model, dict(base.config), self.reads, net|dict(hidden=self.hidden),
-                                 net|dict(hidden=self.critic_hidden, members=self.members), self.N, self.random_share, **sizes_of(base))
+                                 net|dict(hidden=self.critic_hidden, members=self.members), self.N, self.random_share,
+                                 **sizes_of(base))
     policy.take_frozen(base)
     return policy.to(ctx.device)
 
@@ -169,7 +171,8 @@ def prepare(self:Distilled, ctx):
     number,chunk = ((), torch.float32),((policy.H, policy.A), torch.float32)
     pool = ((self.N, policy.H, policy.A), torch.float16)
     fields = dict(action=chunk, next_action=chunk, reward=number, mask=number, ret=number, noise=pool, draws=pool)
-    self.replay = Replay(self.capacity, dict(x=((policy.critic.X,), torch.float16)), fields, device=ctx.device, seed=self.seed)
+    self.replay = Replay(self.capacity, dict(x=((policy.critic.X,), torch.float16)), fields, device=ctx.device,
+                         seed=self.seed)
 
 # %% ../../nbs/rl/31_distilled.ipynb #92c6fd19
 @patch

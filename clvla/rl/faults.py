@@ -60,13 +60,15 @@ def check_round(
     "Name what is wrong with a round; RuntimeError for a camera that hangs in more than half of the attempts."
     for key,where in stuck(episodes).items():
         task_id,trial = where[0]
-        text = (f"camera {key} hung in {len(where)} of {len(episodes)} attempts, first at task {task_id!r}, trial {trial}: "
+        text = (f"camera {key} hung in {len(where)} of {len(episodes)} attempts, first at task {task_id!r}, "
+                f"trial {trial}: "
                 "its picture stayed the same while the robot moved")
         if 2*len(where) > len(episodes):
             raise RuntimeError(f"{text}. Look at the camera or the renderer, and start in a new run_dir")
         say(text)
     for task_id,(own,demo) in saturated(episodes, demo_actions).items():
-        say(f"{100*own:.0f} % of the numbers in the actions at {task_id!r} are at or beyond their bounds of -1 and 1, in "
+        say(f"{100*own:.0f} % of the numbers in the actions at {task_id!r} are at or beyond their bounds of -1 and "
+            f"1, in "
             f"the demonstrations {100*demo:.0f} %: what is beyond is clipped; lower lr, std or updates")
 
 # %% ../../nbs/rl/24_faults.ipynb #c2400014
@@ -99,5 +101,6 @@ def check_unchanged(
     if now == known: return
     said = f"their SHA-256 was {known[:12]} and is {now[:12]}" if of is frozen_hash else \
            f"the bits of {', '.join([n for n,a,b in zip(sorted(policy.frozen), known, now) if a != b][:3])} have another sum"
-    raise RuntimeError(f"the frozen weights of the policy changed while it practised: {said}. Something trains them; nothing of "
+    raise RuntimeError(
+        f"the frozen weights of the policy changed while it practised: {said}. Something trains them; nothing of "
                        "this round was kept")

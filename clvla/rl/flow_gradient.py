@@ -50,7 +50,8 @@ class FlowActor(nn.Module):
     def chain(self, h:Tensor, noise:Tensor)->Tensor:
         "The points (B,K+1,H,A) from the first noise to the chunk, drawn by the noise (B,K+1,H,A)."
         points = [noise[:,0]]
-        for k in range(self.K): points.append(self.means(h, points[-1][:,None], slice(k, k+1))[:,0]+self.scale[k]*noise[:,k+1])
+        for k in range(self.K):
+            points.append(self.means(h, points[-1][:,None], slice(k, k+1))[:,0]+self.scale[k]*noise[:,k+1])
         return torch.stack(points, 1)
 
     def log_probs(self, h:Tensor, chain:Tensor)->Tensor:
@@ -99,7 +100,8 @@ def check_flow(
 ):
     "ValueError for a head whose steps cannot be drawn here."
     if type(head) is not FlowHead: raise ValueError(
-        f"policy {name!r} has a {type(head).__name__}, and the steps of a FlowHead are what can be drawn here; take a model of that head, "
+        f"policy {name!r} has a {type(head).__name__}, and the steps of a FlowHead are what can be drawn here; take "
+        f"a model of that head, "
         "or algo choice_ppo, which works with any head that draws")
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #f43e166d
@@ -198,7 +200,8 @@ class FlowPPO(TrunkLearns, TokenPPO):
 @patch
 def check(self:FlowPPO, cfg):
     if self.deep and cfg.lora_rank:
-        raise ValueError(f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' for new ones")
+        raise ValueError(
+            f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' for new ones")
     TokenMethod.check(self, cfg)
 
 @patch
@@ -239,7 +242,8 @@ def prepare(self:FlowPPO, ctx):
     self.learner.deals = self.shuffled
     if not self.deep: return
     self.learner.take_trunk(self.policy, self.trunk_lr)
-    if self.policy.precision != "no": self.learner.max_drift = None   # rounding depends on the rows beside an observation
+    if self.policy.precision != "no":
+        self.learner.max_drift = None   # rounding depends on the rows beside an observation
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #d61b1507
 @patch

@@ -52,7 +52,8 @@ def ends_of(
 )->tuple:     # records of the bases, records of the results
     "The episodes before and after practice of several runs; the starts of each run are kept apart."
     both = [before_and_after(run.records, run.task_ids[0]) for run in runs]
-    return tuple([r | dict(task=f"{r['task']} {i:03d}") for i,sides in enumerate(both) for r in sides[k]] for k in (0, 1))
+    return tuple([r | dict(task=f"{r['task']} {i:03d}") for i,sides in enumerate(both) for r in sides[k]]
+                 for k in (0, 1))
 
 def gain_of(
     runs:list # as of `ends_of`
@@ -64,7 +65,8 @@ def mean_points(
     gains # points, one number of each run, at least two
 )->str:
     "The mean of several runs' gains, with Student's 95 % interval over runs."
-    if len(gains) < 2: raise ValueError(f"an interval over runs needs two of them, found {len(gains)}; run another seed")
+    if len(gains) < 2:
+        raise ValueError(f"an interval over runs needs two of them, found {len(gains)}; run another seed")
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*t_interval(gains)[:3])
 
 # %% ../../nbs/rl/22_gains.ipynb #6971f292
@@ -74,7 +76,8 @@ def share_gained(
 )->float:       # in [-1,1]
     "The share of the starts that practice gained; ValueError for words that are not of the same starts."
     if not before or len(before) != len(after) or {*before, *after}-{*"01"}:
-        raise ValueError(f"outcomes {before!r} before and {after!r} after: expected as many of 0 and 1 in both, one at least")
+        raise ValueError(
+            f"outcomes {before!r} before and {after!r} after: expected as many of 0 and 1 in both, one at least")
     return (after.count("1")-before.count("1"))/len(before)
 
 # %% ../../nbs/rl/22_gains.ipynb #52303ce3
@@ -86,9 +89,11 @@ def gained_more(
     "Of each seed: what practice gained in group a less what it gained in group b; ValueError for a seed that lacks one."
     found = {}
     for line in lines:
-        found.setdefault(line["config"]["seed"], {}).setdefault(line[key], []).append(share_gained(line["before"], line["after"]))
+        found.setdefault(line["config"]["seed"],
+                         {}).setdefault(line[key], []).append(share_gained(line["before"], line["after"]))
     if lacking := [s for s,of in found.items() if not {a, b} <= of.keys()]:
-        raise ValueError(f"seed {lacking[0]} has no line whose {key} is {a!r}, or none that is {b!r}; make its runs first")
+        raise ValueError(
+            f"seed {lacking[0]} has no line whose {key} is {a!r}, or none that is {b!r}; make its runs first")
     return [sum(of[a])/len(of[a]) - sum(of[b])/len(of[b]) for _,of in sorted(found.items())]
 
 # %% ../../nbs/rl/22_gains.ipynb #52f306ab
@@ -97,7 +102,8 @@ class Gains:
     def __init__(self,
         runs:dict # (way, task, seed) -> `eval.compare.Run`
     ):
-        if wrong := [key for key in runs if len(key) != 3]: raise ValueError(f"a run is known by its way, task and seed, found {wrong[0]!r}")
+        if wrong := [key for key in runs if len(key) != 3]:
+            raise ValueError(f"a run is known by its way, task and seed, found {wrong[0]!r}")
         self.runs = runs
         self.ways,self.tasks = (list(dict.fromkeys(key[k] for key in runs)) for k in (0, 1))
 
@@ -105,7 +111,8 @@ class Gains:
     def of(self, way, task=None)->list: return [r for (w,t,_),r in self.runs.items() if w == way and task in (None, t)]
     def gain(self, way, task=None)->Paired: return gain_of(self.of(way, task))           # over starts
     def each(self, way)->list: return [100*gain_of([run]).diff for run in self.of(way)]  # points of each run
-    def rates(self, way)->tuple: return tuple(100*sum(r["success"] for r in side)/len(side) for side in ends_of(self.of(way)))
+    def rates(self, way)->tuple:
+        return tuple(100*sum(r["success"] for r in side)/len(side) for side in ends_of(self.of(way)))
 
     def ahead(self, a, b)->str:
         "Mean difference of two ways in points, over the bases that both have."

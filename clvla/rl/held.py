@@ -73,7 +73,8 @@ class Presented:
         B = batch_size(self.rows)
         return self.rows if n == B else take(self.rows, torch.arange(n)*B//n)
 
-    def sample_batches(self, n_batches:int, B:int, purpose:str): return self.source.sample_batches(n_batches, B, purpose)
+    def sample_batches(self, n_batches:int, B:int, purpose:str):
+        return self.source.sample_batches(n_batches, B, purpose)
 
 class HeldNet:
     "A network with its loss and optimizer, and the algorithm that holds it."
@@ -117,11 +118,14 @@ def with_pad(rows:dict)->dict:
     return rows|{PAD: torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)}
 
 # %% ../../nbs/rl/30_held.ipynb #74c21210
-LACKS = dict(words="the networks that it trains hear no instruction", features="the networks that it trains are no policy",
-             layers="practice goes on with the layers that it began with", tasks="one policy plays the attempts at all of them",
+# of every method beside a frozen policy
+LACKS = dict(words="the networks that it trains hear no instruction",
+             features="the networks that it trains are no policy",
+             layers="practice goes on with the layers that it began with",
+             tasks="one policy plays the attempts at all of them",
              restart="practice goes on with the networks of the task before",
              ahead="practice has none before it has made attempts",
-             demos="its networks learn from transitions, which are kept one by one")   # of every method beside a frozen policy
+             demos="its networks learn from transitions, which are kept one by one")
 
 # %% ../../nbs/rl/30_held.ipynb #ea101cc2
 class TransitionSource:

@@ -54,9 +54,12 @@ def check_practice(
     cfg:PracticeConfig # resolved
 ):                     # the `Stream`
     "Look up every name of a config; ValueError says what was probably meant."
-    if cfg.patience: raise ValueError(f"patience {cfg.patience} ends the imitation of a task early, and practice has rounds; "
+    if cfg.patience:
+        raise ValueError(f"patience {cfg.patience} ends the imitation of a task early, and practice has rounds; "
                                       "set patience to 0")
-    if cfg.held_out: raise ValueError(f"held_out {cfg.held_out} leaves demonstrations out of training, and practice goes on with all of them; "
+    if cfg.held_out:
+        raise ValueError(
+            f"held_out {cfg.held_out} leaves demonstrations out of training, and practice goes on with all of them; "
                                       "set held_out to 0")
     stream = check(base_config(cfg))
     method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
@@ -66,8 +69,10 @@ def check_practice(
     Recorder(cfg.stride, cfg.chunk)
     if cfg.init_from: check_init(cfg)
     if cfg.init_from and Path(cfg.init_from).is_file():
-        raise ValueError(f"init_from {cfg.init_from} is a file; practice needs the folder of a checkpoint, with its processor")
-    if cfg.seed >= SEEDS: raise ValueError(f"seed is {cfg.seed}, expected 0..{SEEDS-1}: seeds have practice starts of their own")
+        raise ValueError(
+            f"init_from {cfg.init_from} is a file; practice needs the folder of a checkpoint, with its processor")
+    if cfg.seed >= SEEDS:
+        raise ValueError(f"seed is {cfg.seed}, expected 0..{SEEDS-1}: seeds have practice starts of their own")
     visits = cfg.cycles if cfg.stream else 1
     if (n := visits*cfg.n_rounds*cfg.round_episodes) > STARTS:
         raise ValueError(f"{n} attempts at a task are more than the {STARTS} starts of a seed; lower episodes")
@@ -90,7 +95,8 @@ class Practice(OnStream):
         self.t,self.step,self.rounds = 0,None,[]   # SHA-256 of the file of each round that was played
         where = placement_of(cfg, self.acc.process_index, self.acc.num_processes)
         self.device,self.rollout = (where.train, where.rollout) if where else (self.acc.device, self.acc.device)
-        self.pool = dict(render_gpus=where.render if where else own_gpu(self.acc.local_process_index if self.acc.device.type == "cuda" else None))
+        self.pool = dict(render_gpus=where.render if where
+                         else own_gpu(self.acc.local_process_index if self.acc.device.type == "cuda" else None))
         self.trains = self.acc.process_index == 0 or self.method.together
         self.ahead = self.ahead_weights = None     # the round that is played meanwhile; of a checkpoint: what played it
 
@@ -122,8 +128,10 @@ def build(self:Practice,
     policy.set_precision(cfg.precision)
     data = TaskData(stores, self.processor, policy.H, policy.prepare)
     self.demo_actions = {i: store.action for i,store in stores.items()}
-    self.method.prepare(PracticeContext(cfg=cfg, tasks=[t for t in self.stream.tasks if t.trained], policy=policy, processor=self.processor,
-                                        data=data, device=self.device, stream=self.stream, cl=self.cl, new_cl=lambda: make_cl(cfg),
+    self.method.prepare(PracticeContext(cfg=cfg, tasks=[t for t in self.stream.tasks if t.trained], policy=policy,
+                                        processor=self.processor,
+                                        data=data, device=self.device, stream=self.stream, cl=self.cl,
+                                        new_cl=lambda: make_cl(cfg),
                                         part=(self.acc.process_index, self.acc.num_processes)))
     self.load_or_store(checkpoint)
     self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, cfg.eval_algo(),
@@ -211,7 +219,8 @@ def starts_of(
 def play_round(self:Practice, stage:Stage):
     "Get the attempts of the next round, store them, and give them to the method."
     cfg,shell,method,r = self.cfg,self.shell,self.method,self.n_played(stage)
-    with shell.cost.measure("practice"): episodes = gathered(self.acc, self.round_file(0).parent, self.attempts(stage, r))
+    with shell.cost.measure("practice"):
+        episodes = gathered(self.acc, self.round_file(0).parent, self.attempts(stage, r))
     check_unchanged(method.policy, self.sums, frozen_sums)
     check_round(episodes, self.demo_actions, shell.say)
     path = self.round_file(len(self.rounds))
@@ -254,7 +263,8 @@ def play(self:Practice,
     with one_thread():
         for repeat in range(method.repeats):
             noise = seed_of(cfg.seed, "repeat", repeat) if repeat else cfg.seed
-            player.evaluate(placed(policy, self.rollout), self.processor, starts, noise, info, ids=stage.task_ids, recorder=recorder, on_round=check)
+            player.evaluate(placed(policy, self.rollout), self.processor, starts, noise, info, ids=stage.task_ids,
+                            recorder=recorder, on_round=check)
     return recorder.take()
 
 @patch
@@ -298,7 +308,8 @@ def film(self:Practice, stage:Stage, r:int, episodes:list):
     for e in episodes: first.setdefault((e.task_id, e.trial), e)
     records = [dict(task=e.task_id, trial=e.trial, success=e.success) for e in first.values()]
     folder = self.shell.run.path/"videos"/f"{stage.t:03d}-{stage.name}-round-{r:03d}"
-    film_firsts(records, {start: e.action for start,e in first.items()}, [self.stream[i] for i in stage.task_ids], folder, seed=POOL_SEED,
+    film_firsts(records, {start: e.action for start,e in first.items()}, [self.stream[i] for i in stage.task_ids],
+                folder, seed=POOL_SEED,
                 enough=lambda: self.shell.stop.requested)
 
 # %% ../../nbs/rl/21_learner.ipynb #c210000e
@@ -312,7 +323,8 @@ def evaluate(self:Practice, t:int, step=None):
         return
     name = self.stages[t].name if t >= 0 else ""
     success = self.evaluator.play(dict(stage=t, after=name, step=None), self.stream.ids)
-    self.shell.say(f"{'after practice' if t >= 0 else 'base'}: {100*success:.0f} % success on {', '.join(self.stream.ids)}")
+    self.shell.say(
+        f"{'after practice' if t >= 0 else 'base'}: {100*success:.0f} % success on {', '.join(self.stream.ids)}")
 
 # %% ../../nbs/rl/21_learner.ipynb #c2100011
 @patch
@@ -320,7 +332,8 @@ def state_dict(self:Practice)->dict:
     "File -> state."
     ahead = dict(ahead=self.ahead.weights) if self.ahead else {}
     return dict(algo=self.method.cl_state(self.cl) if self.trains else self.cl.state_dict(),
-                state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict(), **ahead))
+                state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict(),
+                           **ahead))
 
 @patch
 def load_state_dict(self:Practice, states:dict):

@@ -116,7 +116,8 @@ class NoiseLearner:
         make = lambda net: torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=1e-4, fused=True)
         self.critic_opt,self.actor_opt = make(critic),make(actor)
         self.held = dict(score=HeldNet(critic, self.score_terms, self.critic_opt),
-                         noise=HeldNet(actor, self.actor_terms, self.actor_opt, draw=self.draws, generator=self.generator))
+                         noise=HeldNet(actor, self.actor_terms, self.actor_opt, draw=self.draws,
+                                       generator=self.generator))
 
     def distil(self, x:Tensor, noise:Tensor, logits:Tensor)->dict:
         "One step of the critic: states (B,X), noises (B,K,C,A), logits of their chunks (B,K)."
@@ -233,7 +234,8 @@ def make_policy(self:DSRL)->NoisePolicy:
     with first_weights(self.seed, "practice", "noise actor"):
         policy = NoisePolicy(ctx.cfg.model, dict(base.config), self.reads,
                              net|dict(hidden=self.hidden, bound=self.bound),
-                             net|dict(hidden=self.critic_hidden, members=self.members), net|dict(hidden=self.critic_hidden),
+                             net|dict(hidden=self.critic_hidden, members=self.members),
+                             net|dict(hidden=self.critic_hidden),
                              **sizes_of(base))
     policy.take_frozen(base)
     return policy.to(ctx.device)

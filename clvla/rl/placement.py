@@ -38,9 +38,11 @@ def resolve_placement(
         raise ValueError(f"{world} processes need a GPU each to talk to one another, found train_gpu {homes[0]} and "
                          f"for the others {homes[1:]} of rollout_gpus; name more of them, or lower num_processes")
     names = (visible or "").split(",")
-    physical = [int(n) for n in names] if all(n.strip().isdigit() for n in names) else range(n_gpus) if not visible else None
+    physical = ([int(n) for n in names] if all(n.strip().isdigit() for n in names) else range(n_gpus) if not visible
+                else None)
     mine = [gpus[(rank+w)%len(gpus)] for w in range(len(gpus))]
-    return Placement(f"cuda:{homes[rank]}", f"cuda:{mine[0]}", tuple(physical[gpu] for gpu in mine) if physical else ())   # names that are no numbers say nothing to EGL
+    # names that are no numbers say nothing to EGL
+    return Placement(f"cuda:{homes[rank]}", f"cuda:{mine[0]}", tuple(physical[gpu] for gpu in mine) if physical else ())
 
 # %% ../../nbs/rl/27_placement.ipynb #c2701007
 def check_gpus(name:str, numbers:list, n_gpus:int)->list:

@@ -31,8 +31,10 @@ class TokenPretrain(TokenMethod):
         token_lr:ABOVE0=1e-3  # of Adam
     ):
         super().__init__(seed, token, token_kw=token_kw, token_lr=token_lr)
-        if self.given: raise ValueError(f"token is {token!r}, which has been learnt; name a construction, or leave token out")
-        self.played,self.memory,self.n = [],None,0   # attempts so far; their tokens, mask and what is held out; updates of this round
+        if self.given:
+            raise ValueError(f"token is {token!r}, which has been learnt; name a construction, or leave token out")
+        # attempts so far; their tokens, mask and what is held out; updates of this round
+        self.played,self.memory,self.n = [],None,0
 
     def samples(self, cfg)->int: return self.sample
     @property
@@ -58,7 +60,8 @@ def begin(self:TokenPretrain):
     self.waiting,self.fitted,self.n = [],True,0
     demos = [] if self.sees == "random" else self.demo_batches()
     self.memory = self.tokens_to_learn(demos, self.played, every=1 if self.sees == "demonstrations" else 5)
-    if self.memory[2].all(): raise ValueError(f"{len(self.played)} attempts leave nothing to learn from; raise round_episodes")
+    if self.memory[2].all():
+        raise ValueError(f"{len(self.played)} attempts leave nothing to learn from; raise round_episodes")
 
 # %% ../../nbs/rl/35_pretrain.ipynb #1ce5630e
 @patch

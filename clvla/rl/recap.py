@@ -23,7 +23,8 @@ from ..data.loader import TaskData
 from ..policies.base import Context, Policy, encoded
 from ..policies.heads import FlowHead
 from ..policies.weights import note_frozen
-from .attempt_values import Values, advantages_of, fit_values, returns_of, unseen_values   # other pages take all five from here
+# other pages take all five from here
+from .attempt_values import Values, advantages_of, fit_values, returns_of, unseen_values
 from .best_of_n import NO_TOKEN, critic_state
 from .cloning import Cloning, CloningLoader, PracticeData, Successes
 from .corrections import check_experts
@@ -60,7 +61,8 @@ class Attempts(Successes):
         self.join()
         self.indicator = np.concatenate([self.indicator, np.full(len(self)-len(self.indicator), -1)])
 
-    def gather(self, idx): return super().gather(idx)|{INDICATOR: torch.from_numpy(self.indicator[np.asarray(idx, np.int64)])}
+    def gather(self, idx):
+        return super().gather(idx)|{INDICATOR: torch.from_numpy(self.indicator[np.asarray(idx, np.int64)])}
 
 def said_positive(
     prepare=None # of a `TaskData`, or None
@@ -86,7 +88,8 @@ def told(
     "What a head reads, each of its rows scaled and shifted."
     scale,shift = said.chunk(2, 1)
     rows = ctx.tokens
-    return replace(ctx, pooled=ctx.pooled*(1+scale)+shift, tokens=None if rows is None else rows*(1+scale[:,None])+shift[:,None])
+    return replace(ctx, pooled=ctx.pooled*(1+scale)+shift, tokens=None if rows is None
+                   else rows*(1+scale[:,None])+shift[:,None])
 
 # %% ../../nbs/rl/36_recap.ipynb #c5d11220
 class RecapPolicy(FrozenPolicy):
@@ -104,7 +107,8 @@ class RecapPolicy(FrozenPolicy):
         nn.init.zeros_(self.indicator.weight)
         self.vla.requires_grad_(True)
         if guidance != 1 and not isinstance(self.head, FlowHead): raise ValueError(
-            f"guidance {guidance:g} is of velocities, and policy {base!r} has a {type(self.head).__name__}; set guidance to 1, or take a flow head")
+            f"guidance {guidance:g} is of velocities, and policy {base!r} has a {type(self.head).__name__}; set "
+            f"guidance to 1, or take a flow head")
 
     @property
     def head(self): return self.vla.head
@@ -162,7 +166,8 @@ class Recap(Cloning):
         **cloning:Passed(Cloning, "tau")
     ):
         super().__init__(seed, tau=0., **cloning)
-        if self.demo_share == 1: raise ValueError("demo_share is 1, which leaves no place for attempts; take algo cloning, or lower it")
+        if self.demo_share == 1:
+            raise ValueError("demo_share is 1, which leaves no place for attempts; take algo cloning, or lower it")
         self.logs = logs
         if gate is not None or late: self.expert = dict(gate=gate, late=late)
         self.looked,self.numbers = [],{}   # `Looked` of each attempt; for the log
@@ -172,7 +177,9 @@ class Recap(Cloning):
 def check(self:Recap, cfg):
     "ValueError for a base that cannot be told, for logs that are none, or where an expert is missing."
     check_base(cfg.model)
-    if cfg.lora_rank: raise ValueError(f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' for new ones")
+    if cfg.lora_rank:
+        raise ValueError(
+            f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' for new ones")
     Cloning.check(self, cfg)
     if self.expert: check_experts(cfg, self.expert["gate"] is not None)
     if self.logs: rounds_of(self.logs)
@@ -182,7 +189,10 @@ def rounds_of(
 )->list:# files
     "The rounds that a run has played; ValueError when there are none."
     paths = sorted((Path(run)/"practice").glob("round-*.safetensors"))
-    if not paths: raise ValueError(f"logs is {str(run)!r}, and there is no {Path(run)/'practice'}/round-000.safetensors; name the folder of a run of practice")
+    if not paths:
+        raise ValueError(
+            f"logs is {str(run)!r}, and there is no {Path(run)/'practice'}/round-000.safetensors; name the folder of "
+            f"a run of practice")
     return paths
 
 # %% ../../nbs/rl/36_recap.ipynb #909be30a
@@ -233,8 +243,10 @@ def take_log(self:Recap, path):
     "Take in a round of a former run."
     episodes,keys = load_episodes(path),self.data.own.keys
     tasks = {e.task_id for e in episodes}
-    if wrong := sorted(tasks-{*self.task_ids}): raise ValueError(f"{path} has attempts at {wrong}, this run practises {self.task_ids}; practise these, too")
-    if lacking := [k for k in keys if k not in episodes[0].obs]: raise ValueError(f"{path} has no {lacking}; take a run with these cameras")
+    if wrong := sorted(tasks-{*self.task_ids}):
+        raise ValueError(f"{path} has attempts at {wrong}, this run practises {self.task_ids}; practise these, too")
+    if lacking := [k for k in keys if k not in episodes[0].obs]:
+        raise ValueError(f"{path} has no {lacking}; take a run with these cameras")
     self.add(episodes)
     self.known.append(sha256(path))
 
@@ -253,9 +265,12 @@ def judge(self:Recap):
     for task in longest:
         mine = task_of == task
         own.indicator[mine] = indicators_of(adv[mine], expert[mine], self.positive)
-        if self.shuffled: own.indicator[mine] = np_rng(self.seed, "practice", "shuffled", task, len(of)).permutation(own.indicator[mine])
+        if self.shuffled:
+            own.indicator[mine] = np_rng(self.seed, "practice", "shuffled", task,
+                                         len(of)).permutation(own.indicator[mine])
     won = np.concatenate([np.full(len(a["expert"]), a["success"]) for a in self.looked])
-    self.numbers = {f"rl/positive/{name}": own.indicator[rows].mean().item() for name,rows in dict(success=won, failure=~won).items() if rows.any()}
+    self.numbers = {f"rl/positive/{name}": own.indicator[rows].mean().item()
+                    for name,rows in dict(success=won, failure=~won).items() if rows.any()}
     self.numbers |= {"rl/value_error": float(np.abs(np.concatenate(v)-np.concatenate(rets)).mean()),
                      "rl/value_agrees": agreement(np.concatenate(v), np.concatenate(rets))}
 
@@ -284,5 +299,7 @@ def state_dict(self:Recap)->dict:
 @patch
 def load_state_dict(self:Recap, state:dict):
     "Go on from a state; ValueError when the logs are others."
-    if list(state["logs"]) != self.known: raise ValueError(f"the rounds in {self.logs} were changed since the checkpoint; put them back, or start in a new run_dir")
+    if list(state["logs"]) != self.known:
+        raise ValueError(
+            f"the rounds in {self.logs} were changed since the checkpoint; put them back, or start in a new run_dir")
     Cloning.load_state_dict(self, state)

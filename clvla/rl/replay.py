@@ -56,7 +56,8 @@ class Replay:
         self.next = np.full(capacity, -1)           # row of the state reached; -1: no transition starts here
         self.task = np.zeros(capacity, np.int64)    # of the transition that starts here
         self.episode = np.zeros(capacity, np.int64) # the same, by the order in which episodes came
-        self.n_episodes,self.left = 0,Counter()     # episodes that came; task -> transitions of it that the ring has lost
+        # episodes that came; task -> transitions of it that the ring has lost
+        self.n_episodes,self.left = 0,Counter()
         self.capacity,self.device = capacity,device
         self.row,self.n_states = 0,0                # row of the next state; states that are there
         self.all,self.by_task = Queue(capacity),{}  # rows in which a transition starts; the same of each task
@@ -72,7 +73,8 @@ def check_fields(capacity, states:dict, fields:dict):
     "ValueError unless a `Replay` of these fields can be made."
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 2:
         raise ValueError(f"capacity is a whole number of states, at least 2, found {capacity!r}")
-    if not states: raise ValueError("a replay needs at least one state field, for example token=((2048,), torch.float16)")
+    if not states:
+        raise ValueError("a replay needs at least one state field, for example token=((2048,), torch.float16)")
     names = [*states, *(f"next_{name}" for name in states), *fields, "task"]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"a batch would hold {sorted(twice)} twice; 'task' and 'next_' with a state's name are taken")
@@ -87,8 +89,11 @@ def check_memory(capacity:int, fields:dict, device, gb:float=0.):
     whole,device = 1.5*capacity*row/1e9,torch.device(device)   # while it grows, half of a ring is there twice
     if not gb: gb = torch.cuda.get_device_properties(device).total_memory/1e9 if device.type == "cuda" else memory_gb()
     if whole > gb:
-        raise ValueError(f"a replay of {capacity} states of {row/1e6:.3g} MB needs {whole:.3g} GB, and {device} has {gb:.3g} GB; lower "
-                         f"capacity, to at most {int(gb/1.5/row*1e9)}, or let the states hold less (as reads 'token' does)")
+        raise ValueError(
+            f"a replay of {capacity} states of {row/1e6:.3g} MB needs {whole:.3g} GB, and {device} has {gb:.3g} GB; "
+            f"lower "
+                         f"capacity, to at most {int(gb/1.5/row*1e9)}, or let the states hold less (as reads 'token' "
+                         f"does)")
 
 # %% ../../nbs/rl/02_replay.ipynb #c9b79832
 def check_values(
@@ -246,14 +251,16 @@ def blank(self:Replay)->dict:
     "One transition of zeros, with the entries of a batch: for what is measured before the first one comes."
     rings = self.states | self.fields | {f"next_{name}": ring for name,ring in self.states.items()}
     rings |= dict(task=torch.zeros(0, dtype=torch.int64, device=self.device))
-    return {name: ring.new_zeros(1, *ring.shape[1:], dtype=torch.float32 if ring.is_floating_point() else None) for name,ring in rings.items()}
+    return {name: ring.new_zeros(1, *ring.shape[1:], dtype=torch.float32 if ring.is_floating_point() else None)
+            for name,ring in rings.items()}
 
 # %% ../../nbs/rl/02_replay.ipynb #fd33e517
 @patch
 def _stratified(self:Replay, B:int, only:list|None=None)->np.ndarray:
     "Rows of B transitions, task by task."
     tasks = sorted(self.by_task if only is None else {*self.by_task} & {*only})
-    if not tasks: raise ValueError(f"the replay has no transition of the tasks {only}; it has those of {sorted(self.by_task)}")
+    if not tasks:
+        raise ValueError(f"the replay has no transition of the tasks {only}; it has those of {sorted(self.by_task)}")
     n = np.full(len(tasks), B//len(tasks))
     n[self.rng.permutation(len(tasks))[:B%len(tasks)]] += 1
     return np.concatenate([self.by_task[task].draw(k, self.rng) for task,k in zip(tasks, n)])
@@ -270,7 +277,8 @@ def row_of(self:Replay, task:int, i:int)->int:
     k,queue = i-self.left[task],self.by_task.get(task)
     if 0 <= k < len(queue or ()): return int(queue.rows[(queue.lo+k)%len(queue.rows)])
     if k >= 0: raise ValueError(f"task {task} has {self.arrived(task)} transitions, asked for number {i}")
-    raise ValueError(f"transition {i} of task {task} is remembered, and the replay of {self.capacity} states has lost the first "
+    raise ValueError(
+        f"transition {i} of task {task} is remembered, and the replay of {self.capacity} states has lost the first "
                      f"{self.left[task]} of it; raise capacity")
 
 # %% ../../nbs/rl/02_replay.ipynb #f8ede484
@@ -289,7 +297,8 @@ def load_state_dict(self:Replay, state:dict):
     values = {**state["states"], **state["fields"]}
     describe = lambda capacity, fields: (capacity, {k: (tuple(x.shape[1:]), x.dtype) for k,x in fields.items()})
     if (saved := describe(state["capacity"], values)) != (own := describe(self.capacity, rings)):
-        raise ValueError(f"this replay has capacity and fields {own}, the saved one {saved}; use the run's own settings")
+        raise ValueError(
+            f"this replay has capacity and fields {own}, the saved one {saved}; use the run's own settings")
     self.make_room(n)
     for name,ring in {**self.states, **self.fields}.items(): ring[:n] = values[name]
     self.next[:],self.task[:],self.episode[:] = -1,0,0

@@ -127,7 +127,8 @@ class TD3:
         self.largest = torch.zeros(3, device=self.device)   # |reward|, mask, mean |q|
         kw = dict(max_norm=max_norm, generator=self.generator)
         self.held = dict(critic=HeldNet(critic, self.critic_terms, self.opt_critic, draw=self.critic_draws, **kw),
-                         actor=HeldNet(actor, self.actor_terms, self.opt_actor, draw=self.actor_draws, every=actor_every, **kw))
+                         actor=HeldNet(actor, self.actor_terms, self.opt_actor, draw=self.actor_draws,
+                                       every=actor_every, **kw))
 
 # %% ../../nbs/rl/06_td3.ipynb #d3e1c024
 def check_sizes(actor:Actor, critic:TwinCritic):
@@ -246,7 +247,8 @@ def check_critic(self:TD3):
     bound = q_bound(reward, mask) if self.max_return is None else self.max_return
     if q <= 2*max(1, bound): return
     raise FloatingPointError(f"the critic diverges: mean |q| {q:.4g} by update {self.n_updates}, but returns "
-                             f"are at most {bound:.4g} (rewards to {reward:g}, masks to {mask:g}); is mask 0 at terminated ends? "
+                             f"are at most {bound:.4g} (rewards to {reward:g}, masks to {mask:g}); is mask 0 at "
+                             f"terminated ends? "
                              "Otherwise lower tau or lr_critic, raise beta, give bounds, or keep layer_norm")
 
 # %% ../../nbs/rl/06_td3.ipynb #d3e1c045

@@ -41,7 +41,8 @@ def check_tokens(
         raise ValueError(f"the mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(tokens.shape[:2])}, "
                          "True for real tokens; pass the context's own mask")
     if not len(mask) or not mask.any(1).all():
-        raise ValueError(f"{len(mask)} samples, {int((~mask.any(1)).sum())} of them without a real token; each needs one")
+        raise ValueError(
+            f"{len(mask)} samples, {int((~mask.any(1)).sum())} of them without a real token; each needs one")
     return mask
 
 # %% ../../nbs/rl/03_token.ipynb #7c3a01df

@@ -34,8 +34,10 @@ def check_token_kw(
     token_kw:dict # settings of the codec
 )->dict:
     "`token_kw`; ValueError where a token that is taken has settings already, or no codec has such a setting."
-    if not isinstance(token_kw, dict): raise ValueError(f"token_kw is {token_kw!r}, expected a dict, as in {{'n_blocks': 3}}")
-    if token_kw and given: raise ValueError(f"token_kw is {token_kw}, and the token of {token} is built as it was; leave token_kw out")
+    if not isinstance(token_kw, dict):
+        raise ValueError(f"token_kw is {token_kw!r}, expected a dict, as in {{'n_blocks': 3}}")
+    if token_kw and given:
+        raise ValueError(f"token_kw is {token_kw}, and the token of {token} is built as it was; leave token_kw out")
     named = {token: codecs[token]} if token and not given else codecs
     known = {k: v for codec in named.values() for k,v in settings_of(codec, ("D", "seed")).items()}
     check_settings("token_kw", f"token {token!r}" if token else "a token", known, token_kw)
@@ -68,7 +70,8 @@ class TokenMethod(Method):
         self.token,self.token_kw = token,check_token_kw(token, self.given, token_kw or {})
         self.fitted,self.waiting = False,[]   # whether the encoder has learnt; episodes since the last `begin`
         self.noted = {}                       # numbers for the log of the next update
-        self.algos,self.source,self.ask = {},None,{}   # that hold its networks, by name; the transitions that they see; how
+        # that hold its networks, by name; the transitions that they see; how
+        self.algos,self.source,self.ask = {},None,{}
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -125,7 +128,8 @@ def load_acting(self:TokenMethod, state):
 def state_dict(self:TokenMethod)->dict: return dict(fitted=self.fitted, noted=self.noted)
 
 @patch
-def load_state_dict(self:TokenMethod, state): self.fitted,self.noted,self.waiting = state["fitted"],state.get("noted", {}),[]
+def load_state_dict(self:TokenMethod, state):
+    self.fitted,self.noted,self.waiting = state["fitted"],state.get("noted", {}),[]
 
 # %% ../../nbs/rl/13_token_method.ipynb #6758ba03
 @patch(as_prop=True)
@@ -142,7 +146,8 @@ def enter(self:TokenMethod, stage):
     for name,net in nets.items():
         n_steps = max(1, stage.n_steps//getattr(net, "every", 1))
         data = self.source and self.source.seen_by(self.ask.get(name), "outputs" in self.algos[name].asks)
-        held = CLContext(policy=net.model, data=data, stream=ctx.stream, seed=self.seed, task_id=stage.name, t=stage.t, n_steps=n_steps)
+        held = CLContext(policy=net.model, data=data, stream=ctx.stream, seed=self.seed, task_id=stage.name, t=stage.t,
+                         n_steps=n_steps)
         net.hold(self.algos[name] if self.is_held else None, held)
 
 @patch
@@ -162,7 +167,9 @@ def finish(self:TokenMethod):
     for name,net in self.nets().items():
         try: call_hook(self.algos[name], "on_task_end", net.ctx)
         except RuntimeError as e:
-            if self.repeats > 1: e.add_note("where no attempt is better than the others from its start, nothing is learnt: practise a task at which the base "
+            if self.repeats > 1:
+                e.add_note("where no attempt is better than the others from its start, nothing is learnt: practise a "
+                           "task at which the base "
                                             "sometimes succeeds and sometimes fails")
             raise
 
@@ -191,7 +198,8 @@ def check(self:TokenMethod, cfg):
     if self.given and not kept_token(cfg): find_token(self.token)
     if cfg.lora_rank: raise ValueError(f"the policy is frozen, found lora_rank {cfg.lora_rank}; set it to 0")
     C,H = self.actor_chunk,cfg.chunk
-    if C > H or C%cfg.stride: raise ValueError(f"actor_chunk is {C}, expected a multiple of stride {cfg.stride} up to the "
+    if C > H or C%cfg.stride:
+        raise ValueError(f"actor_chunk is {C}, expected a multiple of stride {cfg.stride} up to the "
                                                f"policy's chunk of {H}")
 
 # %% ../../nbs/rl/13_token_method.ipynb #c1300008

@@ -29,7 +29,9 @@ def check_base(
     "ValueError for a policy whose chunks the token's actor cannot take as its reference."
     if has_head(policies[name]): return
     able = [k for k,family in policies.items() if has_head(family)]
-    raise ValueError(f"model is {name!r}, whose class {policies[name].__name__} has a chunks or predict_chunk of its own; a token method "
+    raise ValueError(
+        f"model is {name!r}, whose class {policies[name].__name__} has a chunks or predict_chunk of its own; a token "
+        f"method "
                      f"reads head.sample(encode(obs)) instead. Take a model of {', '.join(able)}, or algo 'cloning'")
 
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200018

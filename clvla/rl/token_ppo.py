@@ -148,7 +148,8 @@ class WithEncoder:
     def update(self, rollout):
         self.codec.requires_grad_(True).zero_grad()   # of what its first learning left
         try: return super().update(rollout)
-        finally: self.codec.requires_grad_(False)   # torch's attention rounds otherwise where a gradient might be wanted
+        finally:
+            self.codec.requires_grad_(False)   # torch's attention rounds otherwise where a gradient might be wanted
 
 class PPOWithEncoder(WithEncoder, PPO):
     "PPO whose encoder learns too."
@@ -171,7 +172,8 @@ class EncoderLearns:
         self.held_out = None             # tokens and mask of attempts that nothing learns from
 
     @property
-    def unheld(self)->str: return "recon lets an encoder learn that no algorithm holds; leave it out" if self.recon else ""
+    def unheld(self)->str:
+        return "recon lets an encoder learn that no algorithm holds; leave it out" if self.recon else ""
 
     def prepare(self, ctx):
         super().prepare(ctx)

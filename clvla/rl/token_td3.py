@@ -52,7 +52,8 @@ class TokenTD3(TokenMethod):
     def samples(self, cfg)->int: return self.sample
     @property
     def unheld(self)->str:
-        return "encoder_lr and vla_lr let weights learn that no algorithm holds; leave them out" if self.tuned or self.encoder_lr else ""
+        return ("encoder_lr and vla_lr let weights learn that no algorithm holds; leave them out" if self.tuned
+                or self.encoder_lr else "")
 
 # %% ../../nbs/rl/14_token_td3.ipynb #a471bb03
 @patch
@@ -62,7 +63,8 @@ def prepare(self:TokenTD3, ctx):
     with first_weights(self.seed, "practice", "critic"):
         critic = TwinCritic(actor.X, actor.C, actor.A, self.hidden).to(ctx.device)
     # the only reward is 1 at success, which ends the episode
-    self.td3 = TD3(actor, critic, self.actor_lr, self.critic_lr, self.beta, self.tau, self.actor_every, target_std=self.target_std,
+    self.td3 = TD3(actor, critic, self.actor_lr, self.critic_lr, self.beta, self.tau, self.actor_every,
+                   target_std=self.target_std,
                    noise_clip=self.noise_clip, max_return=1., seed=self.seed)
     self.replay = self.make_replay()
     self.source = TransitionSource(lambda: self.replay, [task.id for task in ctx.tasks], self.seed)
@@ -128,7 +130,8 @@ def tune(self:TokenTD3):
     rows,parts = [(a, i) for a in self.attempts for i in range(len(a["found"]["start"]))],[]
     for _ in range(self.tune_updates):
         drawn = torch.randint(len(rows), (self.tune_sample,), generator=self.tuner.generator).tolist()
-        parts.append(self.tuner.update(self.td3.critic, *self.stored([rows[i] for i in drawn]), demos=self.some_demos()))
+        parts.append(self.tuner.update(self.td3.critic, *self.stored([rows[i] for i in drawn]),
+                                       demos=self.some_demos()))
     self.noted |= {f"tuning/{k}": torch.stack([p[k] for p in parts]).mean().item() for k in parts[0]}
     self.refresh()
 

@@ -41,7 +41,8 @@ def main(
     if len(args) == 2:
         for line in changes(run.path): print(line)   # a run says it itself
         evaluations[cfg.learner](run.path, args[1])
-    elif "RANK" not in os.environ and world_of(cfg) > 1: sys.exit(launch_nodes(cfg) if wants_nodes(cfg) else launch_ranks(cfg))
+    elif "RANK" not in os.environ and world_of(cfg) > 1:
+        sys.exit(launch_nodes(cfg) if wants_nodes(cfg) else launch_ranks(cfg))
     else:
         with loading(): from clvla.run.shell import run_learner
         run_learner(cfg, begun=True)

@@ -13,8 +13,10 @@ learners = Registry("learner", imitation="clvla.train.learner:Imitation", practi
                     agent="clvla.crl.learner:AgentLearner")
 configs = Registry("learner", imitation="clvla.train.config:TrainConfig",   # the config class of each
                    practice="clvla.rl.config:PracticeConfig", agent="clvla.crl.config:AgentConfig")
-checks = Registry("learner", imitation="clvla.train.prepare:check", practice="clvla.rl.learner:check_practice",   # called with a resolved config
+# called with a resolved config
+checks = Registry("learner", imitation="clvla.train.prepare:check", practice="clvla.rl.learner:check_practice",
                   agent="clvla.crl.learner:check_agent")
 evaluations = Registry("learner", imitation="clvla.train.checkpoint_eval:eval_named", # called with run folder and name
                        practice="clvla.train.checkpoint_eval:eval_named", agent="clvla.crl.evaluate:eval_agent")
-eval_checks = Registry("learner", agent="clvla.crl.evaluate:check_eval_agent")   # of learners with another check than the one of train.eval_config
+# of learners with another check than the one of train.eval_config
+eval_checks = Registry("learner", agent="clvla.crl.evaluate:check_eval_agent")

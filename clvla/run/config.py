@@ -19,11 +19,14 @@ from ..core.pictures import check_pixels
 from ..eval.plan import brief
 from .all import checks, configs
 # other pages take the names of these three pages from here
-from .machine import (CHOSEN, VISIBLE, check_gpus, check_machine, check_workers, chosen_gpus, count_gpus, device_of, gpu_numbers,
+from .machine import (CHOSEN, VISIBLE, check_gpus, check_machine, check_workers, chosen_gpus, count_gpus,
+                               device_of, gpu_numbers,
                                gpus_said, resident_gb, use_gpus)
-from .page_settings import (NOT_PARAMETERS, PAGES, files_of, fitted, from_page, given_twice, page_begins, papermill_command,
+from .page_settings import (NOT_PARAMETERS, PAGES, files_of, fitted, from_page, given_twice, page_begins,
+                                     papermill_command,
                                      refuse_twice, work_in_project)
-from .parameters import (SIMPLE, a_dict, literal, make_config, owner_of, put_setting, setting_value, settings_at, settings_of,
+from .parameters import (SIMPLE, a_dict, literal, make_config, owner_of, put_setting, setting_value,
+                                  settings_at, settings_of,
                                   typed, value_of, way_to)
 
 # %% ../../nbs/run/07_config.ipynb #b0700007
@@ -122,7 +125,8 @@ def hosts(
 )->list:        # names of the machines, [] for this one alone
     "The machines of a run, in order; where SLURM chooses them, those that page run/nodes has noted."
     if isinstance(cfg.machines, str): return [h.strip() for h in cfg.machines.split(",") if h.strip()]
-    if cfg.machines < 0: raise ValueError(f"machines is {cfg.machines}, expected hosts with commas, or a number of nodes")
+    if cfg.machines < 0:
+        raise ValueError(f"machines is {cfg.machines}, expected hosts with commas, or a number of nodes")
     names = os.environ.get(HOSTS, "").split(",")
     return names if len(names) == cfg.machines > 1 else ["a node"]*cfg.machines
 
@@ -243,7 +247,8 @@ def resolve(
     cfg:RunConfig # as the page gave it
 )->RunConfig:
     "Fill in the settings that follow from others; ValueError for a value that cannot be meant."
-    if type(cfg.num_processes) is int and cfg.num_processes == 0: cfg = replace(cfg, num_processes=1)   # `resolve_here` looks for more
+    if type(cfg.num_processes) is int and cfg.num_processes == 0:
+        cfg = replace(cfg, num_processes=1)   # `resolve_here` looks for more
     for step in cfg.steps(): cfg = step(cfg)
     return cfg
 
@@ -307,7 +312,8 @@ def read_config(
     path = Path(run_dir)/"config.json"
     if not path.exists():
         why = "it has no config.json" if path.parent.is_dir() else "there is no such folder"
-        raise FileNotFoundError(f"{run_dir} is no run folder: {why}; clvla list runs --runs FOLDER names the runs of a folder")
+        raise FileNotFoundError(
+            f"{run_dir} is no run folder: {why}; clvla list runs --runs FOLDER names the runs of a folder")
     stored = read_json(path)
     try:
         if not isinstance(stored, dict): return config_from(RunConfig, stored)

@@ -42,7 +42,8 @@ class Cost:
 
     def write(self):
         "Write the file."
-        write_json(self.path, dict(seconds=self.seconds, core_seconds=self.cores, peak_memory_gb=peak_memory(), **self.spent))
+        write_json(self.path, dict(seconds=self.seconds, core_seconds=self.cores, peak_memory_gb=peak_memory(),
+                                   **self.spent))
 
 # %% ../../nbs/run/32_cost.ipynb #946a4097
 @patch

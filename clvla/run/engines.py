@@ -58,7 +58,9 @@ def gpus_of(
     if seen: raise ValueError(f"gpus is {plan.settings['gpus']!r}, and {VISIBLE} is {seen!r}; set one of them")
     here = count_gpus() if here < 0 else here
     if max(numbers) < here: return tuple(numbers)
-    raise ValueError(f"gpus is {plan.settings['gpus']!r}, and this machine has {here} of them (the first is 0); name others, or leave it out")
+    raise ValueError(
+        f"gpus is {plan.settings['gpus']!r}, and this machine has {here} of them (the first is 0); name others, or "
+        f"leave it out")
 
 def room(
     cores:list,

@@ -97,7 +97,8 @@ def clear(self:RunFolder):
     "Remove what a run without results has prepared; ValueError when there are results."
     if self.has_results: raise ValueError(f"{self.path} holds the results of a run; choose another run_dir")
     prepared = ("versions.json", "stream.json", "dataset_statistics.json", "cost.json", "base.safetensors",
-                "generators-*.safetensors", "bad_updates*.jsonl", "plugins.json", "stopped.json", "failed.json", "begun.json")
+                "generators-*.safetensors", "bad_updates*.jsonl", "plugins.json", "stopped.json", "failed.json",
+                "begun.json")
     for p in [p for name in prepared for p in self.path.glob(name)]: p.unlink()
     for name in ("plugins", "sinks"): shutil.rmtree(self.path/name, ignore_errors=True)
 
@@ -115,7 +116,9 @@ def check_folder(
             why = getattr(e, "strerror", None) or e
             raise ValueError(f"{name} {str(path)[:80]!r} cannot be a folder ({why}); choose another one") from e
         if is_folder and (p == Path(path) and not write or os.access(p, os.W_OK|os.X_OK)): return
-        if is_folder: raise ValueError(f"{name} {path}: this user may not write into {p}; choose another {name}, or give the user that right")
+        if is_folder:
+            raise ValueError(
+                f"{name} {path}: this user may not write into {p}; choose another {name}, or give the user that right")
         raise ValueError(f"{name} {path} needs a folder, but {p} is a file; choose another {name}")
 
 # %% ../../nbs/run/00_folder.ipynb #9ce4c5aa
@@ -235,7 +238,8 @@ def gone(self:RunFolder)->bool:
 @patch
 def gone_error(self:RunFolder)->FileNotFoundError:
     "What to raise when the folder was moved or removed under a process that works in it."
-    return FileNotFoundError(f"{self.path} is gone: it was moved or removed while this run went on; start the same command with the folder "
+    return FileNotFoundError(
+        f"{self.path} is gone: it was moved or removed while this run went on; start the same command with the folder "
                              "where it is now, and the run goes on from its newest checkpoint")
 
 # %% ../../nbs/run/00_folder.ipynb #b403f02c
@@ -247,7 +251,8 @@ def log(self:RunFolder, **record):
 @patch
 def bad_update(self:RunFolder, record:dict):
     "Append an update whose loss or gradient is not finite to this process' own file."
-    append_jsonl(self.path/("bad_updates.jsonl" if self.rank == 0 else f"bad_updates-{self.rank}.jsonl"), record, sealed=True)
+    append_jsonl(self.path/("bad_updates.jsonl" if self.rank == 0 else f"bad_updates-{self.rank}.jsonl"), record,
+                 sealed=True)
 
 @patch
 def logs(self:RunFolder, say=print)->list:

@@ -41,7 +41,8 @@ def packed(
 # %% ../../nbs/run/17_kept.ipynb #0c5c6902
 def from_there(cfg):
     "A config whose `init_from` is named from the folder of its `run_dir`."
-    return replace(cfg, init_from=os.path.relpath(cfg.init_from, Path(cfg.run_dir).parent)) if getattr(cfg, "init_from", "") else cfg
+    return (replace(cfg, init_from=os.path.relpath(cfg.init_from, Path(cfg.run_dir).parent))
+            if getattr(cfg, "init_from", "") else cfg)
 
 def pack(
     path # folder of a finished run
@@ -49,8 +50,10 @@ def pack(
     "A run as one line; ValueError when it is not finished."
     folder = RunFolder(path)
     if not folder.done: raise ValueError(f"{path} is {folder.status}; only a finished run is kept, so finish it first")
-    return dict(config=identity(from_there(folder.cfg)), stream=read_json(folder.path/"stream.json"), episodes=packed(read_run(path).records),
-                cost=(cost := read_cost(folder.path/"cost.json"))["seconds"], spent=cost, versions=read_json(folder.path/"versions.json"),
+    return dict(config=identity(from_there(folder.cfg)), stream=read_json(folder.path/"stream.json"),
+                episodes=packed(read_run(path).records),
+                cost=(cost := read_cost(folder.path/"cost.json"))["seconds"], spent=cost,
+                versions=read_json(folder.path/"versions.json"),
                 fingerprint=fingerprint(folder.path))
 
 # %% ../../nbs/run/17_kept.ipynb #17000007
@@ -66,7 +69,8 @@ def unpack(
 )->Run:
     "The run as `compare` and the figures read it; its path is only a name."
     records = [{k: cell[k] for k in PLACE} | own for cell in line["episodes"] for own in episodes_of(cell)]
-    return run_from(Path(name), line["config"], line["stream"], records, line["cost"], line.get("spent", dict(seconds=line["cost"])))
+    return run_from(Path(name), line["config"], line["stream"], records, line["cost"],
+                    line.get("spent", dict(seconds=line["cost"])))
 
 # %% ../../nbs/run/17_kept.ipynb #17000009
 def children_seconds()->float:
@@ -76,7 +80,8 @@ def children_seconds()->float:
 
 def lines_of(file, cfgs:dict)->list:
     "As `read_kept`, all lines in the file's order: a run may have several, of its evaluations."
-    return [line for line in read_jsonl(file) if line["name"] in cfgs and not differences(line["config"], from_there(cfgs[line["name"]]))]
+    return [line for line in read_jsonl(file) if line["name"] in cfgs
+            and not differences(line["config"], from_there(cfgs[line["name"]]))]
 
 def read_kept(
     file,     # a .jsonl file, or none yet
@@ -97,12 +102,15 @@ def kept_runs(
     if len(names) < len(cfgs)-len(kept): raise ValueError("two runs have one run_dir; give each its own")
     file.parent.mkdir(parents=True, exist_ok=True)
     clock,order = [children_seconds()],list(names)
-    begun = {path for path in order if (Path(path)/"cost.json").exists()}   # what they took until now is no child's of ours
+    # what they took until now is no child's of ours
+    begun = {path for path in order if (Path(path)/"cost.json").exists()}
     def keep(path):
         clock.append(children_seconds())
         at = order.index(str(path))
-        alone = parallel == 1 and str(path) not in begun and (not at or RunFolder(order[at-1]).done)   # a failed one before it has no line
-        append_jsonl(file, dict(name=names[str(path)]) | pack(path) | (dict(core_seconds=round(clock[-1]-clock[-2], 1)) if alone else {}))
+        # a failed one before it has no line
+        alone = parallel == 1 and str(path) not in begun and (not at or RunFolder(order[at-1]).done)
+        append_jsonl(file, dict(name=names[str(path)]) | pack(path) | (dict(core_seconds=round(clock[-1]-clock[-2], 1))
+                                                                       if alone else {}))
     for path,name in names.items():
         if RunFolder(path).begin(cfgs[name]) != "done": keep_plugins(cfgs[name])
         if RunFolder(path).done: keep(path)
@@ -118,6 +126,7 @@ def kept_groups(
 )->dict:           # label -> Runs, in the same order
     "`kept_runs` for several runs of a label."
     named = {Path(cfg.run_dir).name: cfg for group in cfgs.values() for cfg in group}
-    if len(named) < sum(map(len, cfgs.values())): raise ValueError("two runs have one name; give each run_dir another one")
+    if len(named) < sum(map(len, cfgs.values())):
+        raise ValueError("two runs have one name; give each run_dir another one")
     runs = kept_runs(named, file, parallel)
     return {label: [runs[Path(cfg.run_dir).name] for cfg in group] for label,group in cfgs.items()}

@@ -48,7 +48,8 @@ def chosen_gpus(
     if cfg.device == "cpu": raise ValueError(f"gpus is {cfg.gpus!r} and device is 'cpu'; leave out one of them")
     if os.environ.get(CHOSEN) == cfg.gpus: numbers = range(len(numbers))   # torch finds these alone
     if max(numbers) < here: return len(numbers)
-    raise ValueError(f"gpus is {cfg.gpus!r}, and this machine has {here} of them (the first is 0); name others, or leave "
+    raise ValueError(
+        f"gpus is {cfg.gpus!r}, and this machine has {here} of them (the first is 0); name others, or leave "
                      "it out")
 
 # %% ../../nbs/run/30_machine.ipynb #93436e52
@@ -69,7 +70,8 @@ def gpus_said(
 )->str: # "" on the CPU
     "On how many GPUs a run computes, in a line."
     n = acc.num_processes
-    return f"{n} process{'es'*(n > 1)}, a GPU each, of {count_gpus()} that torch finds here" if str(acc.device).startswith("cuda") else ""
+    return (f"{n} process{'es'*(n > 1)}, a GPU each, of {count_gpus()} that torch finds here"
+            if str(acc.device).startswith("cuda") else "")
 
 # %% ../../nbs/run/30_machine.ipynb #94c6e726
 def check_workers(
@@ -80,7 +82,8 @@ def check_workers(
     "ValueError for more simulator processes than a machine bears."
     cores = cores or os.cpu_count() or 1
     if n > max(64, 8*cores):
-        raise ValueError(f"{name} is {n}, and this machine has {cores} cores; use at most {max(64, 8*cores)}, {cores} are fastest")
+        raise ValueError(
+            f"{name} is {n}, and this machine has {cores} cores; use at most {max(64, 8*cores)}, {cores} are fastest")
 
 # %% ../../nbs/run/30_machine.ipynb #a3549d2e
 def check_gpus(
@@ -93,10 +96,14 @@ def check_gpus(
     if cfg.device == "cuda" and not gpus:
         raise ValueError("device is 'cuda', and torch finds no GPU here; set it to 'auto' or 'cpu'")
     if cfg.precision in ("fp16", "tf32") and not gpus:
-        raise ValueError(f"precision {cfg.precision!r} needs a GPU, and this run trains on the CPU, where it would be float32 without "
+        raise ValueError(
+            f"precision {cfg.precision!r} needs a GPU, and this run trains on the CPU, where it would be float32 "
+            f"without "
                          "a word; set precision to 'no' or 'bf16'")
     if gpus and cfg.num_processes > gpus:
-        raise ValueError(f"num_processes is {cfg.num_processes} on each machine, and this one has {gpus} GPUs; use at most {gpus}, or "
+        raise ValueError(
+            f"num_processes is {cfg.num_processes} on each machine, and this one has {gpus} GPUs; use at "
+            f"most {gpus}, or "
                          "device 'cpu'")
     return gpus
 
@@ -117,7 +124,8 @@ def check_machine(
                          f"(four to a core), {cores} are fastest")
     check_workers(vars(cfg).get("n_workers") or 0, cores)
     if cfg.threads > 4*cores:
-        raise ValueError(f"threads is {cfg.threads}, and this machine has {cores} cores; use at most {4*cores} (four to a core), "
+        raise ValueError(
+            f"threads is {cfg.threads}, and this machine has {cores} cores; use at most {4*cores} (four to a core), "
                          f"{cores} are fastest")
     machine_gb = machine_gb or memory_gb()
     process_gb = process_gb or min(1, resident_gb())

@@ -25,14 +25,16 @@ def check_job(
     n,have = cfg.machines,int(env.get("SLURM_JOB_NUM_NODES", 0))
     if have >= n and env.get("SLURM_NODEID") == "0": return
     found = f"its job has {have}" if 0 < have < n else "this process is not on the first node of a SLURM job"
-    raise ValueError(f"machines is {n}, so SLURM chooses {n} nodes, and {found}; start it by clvla sweep --engine slurm, or in "
+    raise ValueError(
+        f"machines is {n}, so SLURM chooses {n} nodes, and {found}; start it by clvla sweep --engine slurm, or in "
                      f"a script behind sbatch --nodes={n}, or name the hosts, as in machines 'alpha,beta'")
 
 # %% ../../nbs/run/24_nodes.ipynb #b044bf0a
 def slurm_says(*words)->str:
     "What a command of SLURM prints; RuntimeError with its words when it fails."
     if shutil.which(words[0]) is None:
-        raise RuntimeError(f"SLURM's command {words[0]} is needed, and this machine has none; start the sweep where jobs are "
+        raise RuntimeError(
+            f"SLURM's command {words[0]} is needed, and this machine has none; start the sweep where jobs are "
                            "submitted, or with engine 'local'")
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode: raise RuntimeError(f"{words[0]} refuses: {(done.stderr or done.stdout).strip()}")
@@ -74,7 +76,8 @@ def launch_nodes(
     "Start a run's launcher on each node of this job, hand a stop on, and wait."
     check_job(cfg)
     env = os.environ | {HOSTS: ",".join([meeting_place(), *["a node"]*(cfg.machines-1)])}
-    start = lambda words, **more: subprocess.Popen(words, env=env|more, stdin=subprocess.DEVNULL, start_new_session=True)
+    start = lambda words, **more: subprocess.Popen(words, env=env|more, stdin=subprocess.DEVNULL,
+                                                   start_new_session=True)
     others = [start(step_words(cfg, k), CLVLA_NODE=str(k)) for k in range(1, cfg.machines)]
     own = start([sys.executable, "-m", "clvla.run", str(cfg.run_dir)], CLVLA_NODE="0", CLVLA_PARENT=str(os.getpid()))
     try:
@@ -99,7 +102,8 @@ def follow_own(own, others:list, flag, grace:float)->int:
         if flag.requested and not asked:
             own.terminate()
             asked = True
-        if failed_at is None and any(p.poll() not in (None, 0, EXIT_STOPPED) for p in others): failed_at = time.monotonic()
+        if failed_at is None and any(p.poll() not in (None, 0, EXIT_STOPPED) for p in others):
+            failed_at = time.monotonic()
         if failed_at and time.monotonic() > failed_at+grace: kill_all(own.pid)
         time.sleep(.1)
     return own.returncode

@@ -54,7 +54,8 @@ def from_page(
 ):              # an instance of `cls`
     "Build a config from what a page's parameters cells defined; once a pass."
     if "_parameters" in names:
-        raise ValueError("the parameters of this page were taken already; run the page again from its first cell (Run All), "
+        raise ValueError(
+            "the parameters of this page were taken already; run the page again from its first cell (Run All), "
                          "so that a parameter which you took out is not taken once more")
     given = {k: v for k,v in names.items() if k not in seen and not k.startswith("_") and k not in NOT_PARAMETERS}
     names["_parameters"] = tuple(given)
@@ -116,7 +117,8 @@ def fitted(
     types = {f.name: f.type for f in fields(cls)}
     alone = {k for k in given if k in file and k not in beside}
     if not alone: return given
-    values = lambda d: long_form(dict(learner=cls.learner) | {k: value_of(k, v, types[k]) if k in types else v for k,v in d.items()})
+    values = lambda d: long_form(dict(learner=cls.learner) | {k: value_of(k, v, types[k]) if k in types else v
+                                                              for k,v in d.items()})
     theirs,ours = values({k: given[k] for k in alone}),values({k: v for k,v in given.items() if k not in alone})
     now = theirs | ours | {k: v for k in ("algo", "cl") if (v := ours.get(k) or theirs.get(k))}
     load_plugins(value_of("plugins", given.get("plugins", []), list))   # what is named may be theirs
@@ -129,7 +131,8 @@ def fitted(
         dropped += lacks
     if dropped:
         others = {who for who,_ in before.values()} - {who for who,_ in after.values()}
-        say(f"{', '.join(sorted(dropped))} of the parameters file: of {' and '.join(sorted(others))}, which is not in this run; left out")
+        say(f"{', '.join(sorted(dropped))} of the parameters file: of {' and '.join(sorted(others))}, which is not "
+            f"in this run; left out")
     return now
 
 # %% ../../nbs/run/31_page_settings.ipynb #447dda65

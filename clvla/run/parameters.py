@@ -57,7 +57,8 @@ def value_of(name:str, v, wanted):
     if is_text and ("str" not in str(wanted) or v[:1] in ("[", "{") or number):
         try: v = literal(v)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as e:
-            raise ValueError(f"parameter {name!r}: {v!r} is not a value of type {type_text(wanted)}{example(v, wanted)}") from e
+            raise ValueError(
+                f"parameter {name!r}: {v!r} is not a value of type {type_text(wanted)}{example(v, wanted)}") from e
     return typed(name, v, wanted)
 
 # %% ../../nbs/run/29_parameters.ipynb #b070000d
@@ -87,7 +88,8 @@ def settings_at(values:dict, place:str)->dict:
 def a_dict(place:str, given)->dict:
     "`given`; ValueError unless it is a dict."
     if not isinstance(given, dict):
-        raise ValueError(f"{place} is {given!r} ({type(given).__name__}), expected a dict of settings, as in {{'NAME': 1}}")
+        raise ValueError(
+            f"{place} is {given!r} ({type(given).__name__}), expected a dict of settings, as in {{'NAME': 1}}")
     return given
 
 def put_setting(values:dict, place:str, name:str, v):

@@ -19,7 +19,8 @@ def planned_lines(file, plan:dict)->list:
     "Lines of a file whose runs were begun under a plan; ValueError where there are none."
     lines = [line for line in read_jsonl(file) if (line["config"].get("plan") or {}).get("sha256") == plan["sha256"]]
     if lines: return lines
-    raise ValueError(f"{file} has no run of plan {plan['sha256'][:8]}; make them first, or read the plan that they were begun under")
+    raise ValueError(
+        f"{file} has no run of plan {plan['sha256'][:8]}; make them first, or read the plan that they were begun under")
 
 def planned_runs(
     file,     # a .jsonl file of kept runs
@@ -28,7 +29,10 @@ def planned_runs(
     "The kept runs of a plan; ValueError for two of one seed, or where those of a label differ in more than their seed."
     runs = [unpack(line["name"], line) for line in planned_lines(file, plan)]
     try: return group(runs, plan["by"], FREE)
-    except ValueError as e: raise ValueError(f"{file}, plan {plan['sha256'][:8]}: {e}. A page whose settings change is asked anew: keep the lines of one version, or write another plan") from e
+    except ValueError as e:
+        raise ValueError(
+            f"{file}, plan {plan['sha256'][:8]}: {e}. A page whose settings change is asked anew: keep the lines of "
+            f"one version, or write another plan") from e
 
 def core_minutes(file, plan:dict)->float:
     "Core minutes that the kept runs of a plan took; NaN where one of them was not made alone."
@@ -68,6 +72,7 @@ def seeds_verdict(
 )->ClaimVerdict:
     "What the differences of runs with one seed say; ValueError where the seeds are not the same."
     a,b = ({r.config["seed"]: r.scores[metric].value for r in rs} for rs in (runs, control))
-    if a.keys() != b.keys(): raise ValueError(f"seeds {sorted(a)} of the method and {sorted(b)} of its control; give runs of the same seeds")
+    if a.keys() != b.keys():
+        raise ValueError(f"seeds {sorted(a)} of the method and {sorted(b)} of its control; give runs of the same seeds")
     differences = [a[s]-b[s] for s in sorted(a)]
     return judge_seeds(claim, differences, smallest, noise_of(differences, [*runs, *control], metric))

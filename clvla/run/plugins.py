@@ -35,7 +35,8 @@ def _entries(run_dir)->list:
     "The entries of plugins.json, each file with its copy's path."
     path = Path(run_dir)/"plugins.json"
     entries = read_json(path) if path.is_file() else []
-    if not isinstance(entries, list): raise ValueError(f"{path} is no list of plugins; take the file as the run wrote it")
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} is no list of plugins; take the file as the run wrote it")
     for entry in entries:
         check_entries(entry, dict(name=str, kind=str, id=str), str(path), "take the file as the run wrote it")
         if entry["kind"] == "file": entry["copy"] = str(Path(run_dir)/"plugins"/Path(entry["name"]).name)
@@ -97,7 +98,8 @@ def check_changed(cfg):
                              "run_dir")
         if "copy" in entry and _differs(name, entry):
             raise ValueError(f"plugin {name} has changed since this run began. To go on with the old one, put it back "
-                             f"({entry['copy']} is its copy) or call `python -m clvla.run {cfg.run_dir}`; for the new one "
+                             f"({entry['copy']} is its copy) or call `python -m clvla.run {cfg.run_dir}`; for the "
+                             f"new one "
                              "choose another run_dir")
 
 def _differs(file, entry:dict)->bool:
@@ -136,7 +138,8 @@ def code_in(
 )->list:       # sorted lines, as in "file plugins/mine.py sha256 ..." or "module my_lab.arm:plan"
     "Which code a folder brings or names."
     home,places = Path(run_dir),("", "evals/*/", "checkpoints/*/")
-    documents = [p for place in places for name in ("config.json", "stream.json") for p in home.glob(place+name) if p.is_file()]
+    documents = [p for place in places for name in ("config.json", "stream.json") for p in home.glob(place+name)
+                 if p.is_file()]
     lines = {line for p in documents for line in code_of(_readable(p))}
     return sorted(lines | {_line(entry) for entry in _entries(home)} | set(_links_out(home) if links else ()))
 
@@ -155,7 +158,8 @@ def _links_out(home:Path)->list:
     top,found = home.resolve(),[]
     for folder,folders,files in os.walk(top):
         for p in (Path(folder, name) for name in (*folders, *files)):
-            if p.is_symlink() and not p.resolve().is_relative_to(top): found.append(f"link {p.relative_to(top)} -> {p.resolve()}")
+            if p.is_symlink() and not p.resolve().is_relative_to(top):
+                found.append(f"link {p.relative_to(top)} -> {p.resolve()}")
     return found
 
 # %% ../../nbs/run/13_plugins.ipynb #8d3c7837
@@ -182,7 +186,8 @@ def check_code(
 def _shown(run_dir, line:str)->str:
     "A line of `code_in` with the file's place, hash and first lines."
     what,_,text = line.partition(" ")
-    path = Path(run_dir)/text.partition(" sha256 ")[0] if what == "file" else _file_of(text) if what in ("module", "plugin") else None
+    path = (Path(run_dir)/text.partition(" sha256 ")[0] if what == "file" else _file_of(text)
+            if what in ("module", "plugin") else None)
     if path is None or not path.is_file(): return plain(line)
     begins = [plain(x, 120) for x in path.read_text(errors="replace").split("\n") if x.strip()][:6]
     return f"{plain(line)}: {path}, sha256 {sha256(path)}, begins\n    "+"\n    ".join(begins)

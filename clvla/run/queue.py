@@ -67,7 +67,8 @@ class Queue:
         try:
             said = read_json(path)
             known = dict(number=int, name=str, experiment=str, own=dict, given=dict, after=list)
-            entries = [Entry(**check_entries(e, known, f"{path}, entry {k}", optional=["after"])) for k,e in enumerate(said.pop("entries"))]
+            entries = [Entry(**check_entries(e, known, f"{path}, entry {k}", optional=["after"]))
+                       for k,e in enumerate(said.pop("entries"))]
         except (TypeError, KeyError, AttributeError) as e:
             raise ValueError(f"{path} is not what a sweep writes ({e}); put the file back") from e
         return cls(folder, entries, patience, said)
@@ -91,7 +92,8 @@ def _check_same(self:Queue, old:list):
         now = f"{b.experiment} {b.own}" if b else "nothing"
         shared = ", with other settings that all share" if b and a.own == b.own else ""
         raise ValueError(f"{self.folder} belongs to another sweep: entry {a.number} was {a.experiment} {a.own} there, "
-                         f"and is {now} now{shared}; choose another folder, or the sweep as it was (entries may be added "
+                         f"and is {now} now{shared}; choose another folder, or the sweep as it was (entries may be "
+                         f"added "
                          "at its end)")
 
 @patch

@@ -30,7 +30,8 @@ def stream_of(
     with reading(path):
         stages,known = list(stream["stages"]),ids_of(stream)
         ids = [known[i] for i in stream["order"]]
-        if wrong := [name for name in [*stages, *ids] if not isinstance(name, str)]: raise ValueError(f"it has a task named {wrong[0]!r}")
+        if wrong := [name for name in [*stages, *ids] if not isinstance(name, str)]:
+            raise ValueError(f"it has a task named {wrong[0]!r}")
     return stages,ids
 
 def matrix_of(
@@ -40,7 +41,8 @@ def matrix_of(
     "The success matrix of a run, as far as it has been measured."
     records = RunFolder(run_dir).episodes() if records is None else records
     try: return from_records(records, *stream_of(run_dir))
-    except ValueError as e: raise ValueError(f"{run_dir}: stream.json and the episodes do not belong together: {e}") from e
+    except ValueError as e:
+        raise ValueError(f"{run_dir}: stream.json and the episodes do not belong together: {e}") from e
 
 # %% ../../nbs/run/11_report.ipynb #8f62a39c
 def measured(
@@ -135,7 +137,9 @@ def settings_table(
     "The settings of a run, as its config.json has them."
     path = Path(run_dir)/"config.json"
     settings = read_json(path)
-    if not isinstance(settings, dict): raise ValueError(f"{path} is of type {type(settings).__name__}, expected a dict of settings; take the run's file")
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{path} is of type {type(settings).__name__}, expected a dict of settings; take the run's file")
     return Table([(k, json.dumps(v)) for k,v in settings.items()], columns=["setting", "value"])
 
 def versions_table(

@@ -70,7 +70,9 @@ def load_into(
     "Load the learner's state and this rank's global random generators."
     if rank: load_checkpoint(checkpoint)   # compares the hashes; rank 0 has done so, on what may be another disk
     names = [p.stem for p in checkpoint.glob("*.safetensors") if p.stem in learner.files]
-    if not names: raise FileNotFoundError(f"{checkpoint} is gone: it was moved or removed while it was read; start the same command with "
+    if not names:
+        raise FileNotFoundError(
+            f"{checkpoint} is gone: it was moved or removed while it was read; start the same command with "
                                           "the folder where it is now")
     generators = load_state(generators_of(checkpoint, rank))   # first: a learner is changed as a whole or not at all
     with whole_state(checkpoint):
@@ -108,7 +110,8 @@ def put_log_back(
     present,stored = run.logs(say),read_jsonl(copy)
     if present[:len(stored)] == stored: return
     shutil.copy(copy, run.path/"log.jsonl")   # what is newer is made again
-    say(f"log.jsonl is not what checkpoint {copy.parent.name} holds of it ({len(stored)} records); it is taken from there")
+    say(f"log.jsonl is not what checkpoint {copy.parent.name} holds of it ({len(stored)} records); it is taken from "
+        f"there")
 
 # %% ../../nbs/run/09_resume.ipynb #e0d070a4
 def say_versions(shell):

@@ -41,7 +41,8 @@ def run_learner(
         if shell.rank == 0: take_plugins(cfg, shell.say)   # of a finished run they are only compared
         shell.say(f"this run is finished: {shell.run.path}")
         return shell.run
-    if begun and shell.run.gone: raise shell.run.gone_error()   # moved while this process imported what it needs; `lock` would make it anew
+    if begun and shell.run.gone:
+        raise shell.run.gone_error()   # moved while this process imported what it needs; `lock` would make it anew
     with same_global_rng(), shell.stop, shell.run.lock():   # a folder that says "running" answers signals
         shell.begin()
         with end_recorded(shell): learn(shell)
@@ -197,7 +198,8 @@ def restore(self:Shell, checkpoint:Path|None):
     if checkpoint is not None: load_into(self.learner, checkpoint, self.rank)
     self.saved_position = self.position
     if self.rank == 0:
-        mend_records(self.run, *self.position, read_json(checkpoint/"episodes.json") if checkpoint else [], checkpoint, self.say)
+        mend_records(self.run, *self.position, read_json(checkpoint/"episodes.json") if checkpoint else [], checkpoint,
+                     self.say)
         if checkpoint: self.say(f"continued after {checkpoint.name}")
         say_versions(self)
     self.acc.wait_for_everyone()

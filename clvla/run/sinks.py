@@ -49,7 +49,8 @@ class Trackio(Sink):
     def __init__(self, path):
         import trackio
         place = hashlib.sha256(os.fsencode(Path(path).resolve())).hexdigest()[:6]
-        self.run = trackio.init(project="clvla", name=f"{Path(path).resolve().name}-{place}", resume="allow", embed=False,
+        self.run = trackio.init(project="clvla", name=f"{Path(path).resolve().name}-{place}", resume="allow",
+                                embed=False,
                                 auto_log_gpu=False, auto_log_cpu=False)
 
     def write(self, step, numbers): self.run.log(numbers, step=step)

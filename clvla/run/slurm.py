@@ -36,7 +36,9 @@ def check_options(settings:dict):
     "ValueError for an option of sbatch that the script sets, or that is none."
     for k,v in settings.items():
         if k in NODES:
-            raise ValueError(f"option {k!r} of sbatch follows from the runs: -p machines 2 trains each of them on two nodes; leave it out")
+            raise ValueError(
+                f"option {k!r} of sbatch follows from the runs: -p machines 2 trains each of them on two nodes; "
+                f"leave it out")
         if k in OURS: raise ValueError(f"option {k!r} of sbatch is set by the sweep itself; leave it out")
         if not re.fullmatch(r"[a-z][a-z-]*", k):
             raise ValueError(f"engine_kw names options of sbatch, as in {{'time': '08:00:00'}}, found {k!r}")

@@ -24,7 +24,8 @@ def start(
     "Start a run without following it; its output goes to console.txt."
     ours = dict(CLVLA_FOLLOWED="1") if detached else dict(CLVLA_PARENT=str(os.getpid()))
     with open(console or Path(run_dir)/"console.txt", "a") as console:
-        child = subprocess.Popen([sys.executable, "-m", module, str(run_dir), *args], env=child_env(**ours, **variables or {}),
+        child = subprocess.Popen([sys.executable, "-m", module, str(run_dir), *args],
+                                 env=child_env(**ours, **variables or {}),
                                  stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
                                  start_new_session=True)
         event = dict(phase="started", pid=child.pid, host=platform.node(), module=module, time=time.time(),

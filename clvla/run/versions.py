@@ -55,5 +55,6 @@ def stored_versions(
 )->dict: # {} where there is none
     "The versions with which a run was begun; ValueError for a file that no run writes."
     stored = read_json(path) if Path(path).exists() else {}
-    if not isinstance(stored, dict) or any(type(v) not in (str, int) for v in stored.values()): raise ValueError(f"{path} is not what a run writes; remove it, and it is made anew")
+    if not isinstance(stored, dict) or any(type(v) not in (str, int) for v in stored.values()):
+        raise ValueError(f"{path} is not what a run writes; remove it, and it is made anew")
     return stored

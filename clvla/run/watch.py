@@ -35,7 +35,8 @@ def last_record(
     with open(path, "rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END)-tail))
         lines = f.read().split(b"\n")[:-1]
-    return next((r for line in reversed(lines) if (r := unsealed(line))), None)   # a damaged line is passed over; reading all names it
+    # a damaged line is passed over; reading all names it
+    return next((r for line in reversed(lines) if (r := unsealed(line))), None)
 
 # %% ../../nbs/run/12_watch.ipynb #1dbff765
 class Run:
@@ -119,7 +120,8 @@ def position(self:Run)->dict:
     record = last_record(log)
     if record is None or not (self.path/"stream.json").exists(): return self._event or {}
     stream,n_steps = read_json(self.path/"stream.json"),self.folder.cfg.steps_per_task
-    numbers = {name: record[k] for name,k in dict(loss="train/loss", lr="lr").items() if k in record}   # an agent's has no lr
+    # an agent's has no lr
+    numbers = {name: record[k] for name,k in dict(loss="train/loss", lr="lr").items() if k in record}
     with reading(f"{log}, or stream.json beside it"):
         n_steps = updates_of(stream, record["task"], n_steps)
         return dict(phase="training", task=record["task"], stage=int(record["stage"]), n_stages=len(stream["stages"]),
@@ -172,7 +174,8 @@ def _record_rows(run)->dict:
 
 def _failure_rows(path)->dict:
     failure = read_json(path)
-    if not isinstance(failure, dict) or not {"type", "message"} <= failure.keys(): return dict(failed=f"why is not known, {path} is damaged")
+    if not isinstance(failure, dict) or not {"type", "message"} <= failure.keys():
+        return dict(failed=f"why is not known, {path} is damaged")
     error = dict(failed=f"{failure['type']}: {failure['message']}")
     return error | (dict(where=failure["where"]) if failure.get("where") else {})
 
@@ -312,7 +315,9 @@ def stop(self:Run):
         raise ValueError(f"{self.path} is run by process {process['pid']} on {process['host']}; stop it there: "
                          f"kill -TERM {process['pid']}")
     if not holder and not runs_here(self.path, process["pid"]):   # console.txt may say anything
-        raise ValueError(f"process {process['pid']} was not started with {self.path}, whatever console.txt there says; it was left alone")
+        raise ValueError(
+            f"process {process['pid']} was not started with {self.path}, whatever console.txt there says; it was "
+            f"left alone")
     os.kill(process["pid"], signal.SIGTERM)
 
 @patch

@@ -75,7 +75,8 @@ def newest_point(
 )->tuple:             # the checkpoint's folder, the stream, policy, processor, algorithm
     "Load the newest whole checkpoint of a run; ValueError where there is none, or the run is an agent's."
     cfg = read_config(run_dir)
-    if not isinstance(cfg, TrainConfig): raise ValueError(f"{run_dir} is a run of learner {cfg.learner!r}, expected imitation or practice")
+    if not isinstance(cfg, TrainConfig):
+        raise ValueError(f"{run_dir} is a run of learner {cfg.learner!r}, expected imitation or practice")
     plugins_of(replace(cfg, trust=trust), copies=True)
     point = latest_checkpoint(Path(run_dir)/"checkpoints", say)
     if point is None: raise ValueError(f"{run_dir} has no whole checkpoint; let its run finish a task first")
@@ -103,9 +104,11 @@ def plan_for(evaluation:Evaluation, batch:int, device:str)->dict:
     more = {"assets": assets} if assets else {}
     if evaluation.cameras: more["cameras"] = evaluation.cameras
     if cfg.changed: more["perturb"] = cfg.changed
-    policies = [dict(policy_server=address_of(cfg.policy_server))] if cfg.policy_server else [weights_of(p) for p in evaluation.points]
+    policies = ([dict(policy_server=address_of(cfg.policy_server))] if cfg.policy_server
+                else [weights_of(p) for p in evaluation.points])
     return plan_of(policies, [cells_of(evaluation, p) for p in evaluation.points],
-                   evaluation.trials, cfg.seed, batch, part_of(cfg.part), **more, **_stack_of(evaluation.stream, device))
+                   evaluation.trials, cfg.seed, batch, part_of(cfg.part), **more,
+                   **_stack_of(evaluation.stream, device))
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #b622fe3b
 def parts_of(cfg:EvalConfig)->list:
@@ -195,13 +198,16 @@ def play_parts(
 ):
     "Play the parts of an evaluation, each in a process of its own; RuntimeError when one of them fails."
     cfg,run,n = evaluation.cfg,evaluation.run,evaluation.cfg.num_processes
-    gpus = [*filter(None, os.environ.get(VISIBLE, "").split(","))] or [*map(str, range(count_gpus()))] if device_of(run.device) == "cuda" else []
+    gpus = ([*filter(None, os.environ.get(VISIBLE, "").split(","))] or [*map(str, range(count_gpus()))]
+            if device_of(run.device) == "cuda" else [])
     one = replace(cfg, num_processes=1, gpus="", n_workers=max(1, (cfg.n_workers or os.cpu_count() or 1)//n))
     names = [begin_eval(check_eval(replace(one, part=f"{k}/{n}"))).name for k in range(n)]
     say(f"{n} processes play a part each, "+(f"on GPUs {', '.join(gpus[:n])}" if gpus else "on the CPU"))
     own = lambda k: {CHOSEN: run.gpus, VISIBLE: gpus[k]} if gpus else {}   # as `use_gpus` leaves them
-    start = lambda k: subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir, names[k]], env=child_env(CLVLA_PARENT=str(os.getpid()), **own(k)),
-                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if k else None)   # one shows how far they are
+    # one shows how far they are
+    start = lambda k: subprocess.Popen([sys.executable, "-m", "clvla.run", cfg.run_dir, names[k]],
+                                       env=child_env(CLVLA_PARENT=str(os.getpid()), **own(k)),
+                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if k else None)
     children = []
     try:
         for k in range(n): children.append(start(k))
@@ -212,7 +218,8 @@ def play_parts(
         for child in children: child.terminate()
         codes = {name: child.wait() for name,child in zip(names, children)}
     if failed := [f"{name} (exit code {code})" for name,code in codes.items() if code]:
-        raise RuntimeError(f"parts that ended early: {', '.join(failed)}; their lines above say why, and the same command goes on")
+        raise RuntimeError(
+            f"parts that ended early: {', '.join(failed)}; their lines above say why, and the same command goes on")
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #1d487a38
 def _device_for(evaluation:Evaluation, out:RunFolder, say=print)->str:
@@ -229,8 +236,10 @@ def player_of(evaluation:Evaluation)->Player:
     "The simulators of an evaluation."
     cfg,run = evaluation.cfg,evaluation.run
     if cfg.policy_server:
-        return RemotePlayer(evaluation.stream.tasks, cfg.policy_server, rows_per_task=cfg.rows_per_task, n_workers=cfg.n_workers or os.cpu_count() or 1,
-                            image_size=cfg.image_size or run.image_size, seed=POOL_SEED, batch=batch_of(cfg), part=part_of(cfg.part))
+        return RemotePlayer(evaluation.stream.tasks, cfg.policy_server, rows_per_task=cfg.rows_per_task,
+                            n_workers=cfg.n_workers or os.cpu_count() or 1,
+                            image_size=cfg.image_size or run.image_size, seed=POOL_SEED, batch=batch_of(cfg),
+                            part=part_of(cfg.part))
     return Player(evaluation.stream.tasks, cfg.rows_per_task, cfg.n_workers or os.cpu_count() or 1, run.image_size,
                   POOL_SEED, run.chunk, batch=batch_of(cfg), part=part_of(cfg.part), cameras=evaluation.cameras)
 
@@ -299,7 +308,8 @@ def on_selection(
     "Play a run's last checkpoint from the first initial states that are kept for selection."
     cfg = EvalConfig(run_dir=str(run_dir), first_trial=trial_number("selection", 0), n_trials=n_trials, last_only=True)
     won = {}
-    for r in sorted(eval_cl(cfg, say).episodes(), key=lambda r: r["trial"]): won[r["task"]] = won.get(r["task"], "")+"01"[r["success"]]
+    for r in sorted(eval_cl(cfg, say).episodes(),
+                    key=lambda r: r["trial"]): won[r["task"]] = won.get(r["task"], "")+"01"[r["success"]]
     return won
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #e988d888

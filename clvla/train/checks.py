@@ -102,7 +102,8 @@ def check_cut(
     for task_id,store in stores.items():
         x = processor({ACTION: store.action})[ACTION].abs()
         if (far := float(x.max())) <= 1.001: continue
-        found = (f"actions of task {task_id!r} reach {far:.3g} times the range of the statistics, and {name} gives none beyond it: "
+        found = (f"actions of task {task_id!r} reach {far:.3g} times the range of the statistics, and {name} gives "
+                 f"none beyond it: "
                  f"{float((x > 1.001).any(1).float().mean()):.0%} of its frames would be cut off")
         lines.append(refuse_or_say("range", accept, found, "take the statistics of all tasks (stats='global'),"))
     return lines
@@ -177,7 +178,8 @@ def check_tried(
             f = facts(part)
             if wrong := _sizes_apart(task, f, env):
                 raise ValueError(f"task {task.id!r}: {part['path']} has {'; '.join(wrong)}; name another environment, "
-                                 "entries of it ('state', 'cameras'), or the data set's columns and cameras by 'layouts'")
+                                 "entries of it ('state', 'cameras'), or the data set's columns and cameras by "
+                                 "'layouts'")
             lines += _rates_apart(task, part, f["fps"], env, accept)+_actions_apart(task, part, env, accept)
     finally: env.close()
     return lines

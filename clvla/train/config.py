@@ -95,7 +95,8 @@ class LearningSettings:
     # they came later: `identity` leaves out a default
     ADDED = ("schedule", "along", "patience", "look_every", "look_trials")
     POSITIVE = ("accumulation", "nan_limit", "look_trials")
-    MOST = dict(steps_per_task=10**10, batch_size=10**6, accumulation=10**6, look_trials=TRIALS["stopping"][1]-TRIALS["stopping"][0])
+    MOST = dict(steps_per_task=10**10, batch_size=10**6, accumulation=10**6,
+                look_trials=TRIALS["stopping"][1]-TRIALS["stopping"][0])
     NOT_NEGATIVE = ("steps_per_task", "batch_size", "lr", "warmup", "weight_decay", "clip", "patience", "look_every")
     CHOICES = dict(on_nan=("stop", "skip"), along=("restart", "continue"))
 
@@ -121,7 +122,8 @@ class EvaluationSettings:
 OWN = dict(batch_size=32, lora_rank=0)   # where neither stream nor policy has a default
 FILLED = "image_size","state_dim","action_dim","n_actions","H","head"   # arguments of a policy that the run gives
 CL = "mir"   # what is done against forgetting where nobody says it
-BEGIN = import_plugins,sorted_cl,in_own_folder,check_values,planned,check_sink   # steps of `resolve` that every learner's config has
+# steps of `resolve` that every learner's config has
+BEGIN = import_plugins,sorted_cl,in_own_folder,check_values,planned,check_sink
 
 # %% ../../nbs/train/00_config.ipynb #090d612e
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,8 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
         from clvla.policies.all import policies
         given = long_form(dict(learner=cls.learner) | given)
         if filled := sorted({*FILLED} & {*(given.get("model_kw") or {})}):
-            raise ValueError(f"model_kw has {filled[0]!r}, which follows from image_size, chunk and head of the run and "
+            raise ValueError(
+                f"model_kw has {filled[0]!r}, which follows from image_size, chunk and head of the run and "
                              "from its data; leave it out of model_kw")
         model = given.get("model", cls.model)
         own = super().settings(given | dict(cl=given.get("cl") or cls.cl or CL))
@@ -168,7 +171,8 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
 def check_suite(cfg:TrainConfig):
     "ValueError for a suite that names nothing."
     if not cfg.suite:
-        raise ValueError(f"suite is {cfg.suite!r}; name a registered stream (suite='mw5'), a folder of a LeRobot data set, "
+        raise ValueError(
+            f"suite is {cfg.suite!r}; name a registered stream (suite='mw5'), a folder of a LeRobot data set, "
                          "or an inline stream (suite={'base': 'mw5', 'num_tasks': 2})")
 
 # %% ../../nbs/train/00_config.ipynb #c0a0000a
@@ -237,10 +241,13 @@ def begun_recipe(
     try: file = Path(settings_file(cfg.init_from, "pretrain*.yaml"))
     except FileNotFoundError as e: raise ValueError(f"init_from: {e}") from e
     with reading(file): given = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if not isinstance(given, dict) or not all(isinstance(k, str) for k in given): raise ValueError(f"init_from: {file} has no lines NAME: VALUE")
+    if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
+        raise ValueError(f"init_from: {file} has no lines NAME: VALUE")
     here = {k: getattr(cfg, k) for k in ("data_dir", "device", "threads", "n_workers", "smoke")}
     run = resolve(TrainConfig.of(**given | here))
-    if run.cl != "joint": raise ValueError(f"init_from: {file} trains with cl {run.cl!r}, expected joint, after which there is one checkpoint")
+    if run.cl != "joint":
+        raise ValueError(
+            f"init_from: {file} trains with cl {run.cl!r}, expected joint, after which there is one checkpoint")
     name = f"{file.stem}-{sha256(json.dumps(identity(run), sort_keys=True).encode()).hexdigest()[:8]}"
     run = replace(run, run_dir=str(Path(run.data_dir)/"bases"/name))
     if not (Path(run.run_dir)/"config.json").exists(): RunFolder(run.run_dir).begin(run)

@@ -74,7 +74,8 @@ def read_dir(
     meta = read_json(plain/"meta.json")
     source = meta.get("source") if isinstance(meta, dict) else None
     parts = source.get("parts") if isinstance(source, dict) else None
-    told = isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("path"), str) for part in parts)
+    told = (isinstance(parts, list)
+            and all(isinstance(part, dict) and isinstance(part.get("path"), str) for part in parts))
     return other if told and [os.path.realpath(part["path"]) for part in parts] != paths else plain
 
 # %% ../../nbs/train/10_demos.ipynb #92bce812

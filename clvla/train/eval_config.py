@@ -66,7 +66,9 @@ class EvalConfig:
     @property
     def changed(self)->str: # "camera+light", "" for nothing
         if len(each := perturbs_of(self.perturb)) == 1: return each[0]
-        raise ValueError(f"perturb names {len(each)} evaluations, {', '.join(each)}; take them one after the other: for one in each_of(cfg)")
+        raise ValueError(
+            f"perturb names {len(each)} evaluations, {', '.join(each)}; take them one after the other: for one in "
+            f"each_of(cfg)")
 
 # %% ../../nbs/train/05_eval_config.ipynb #7621fe0e
 @patch(as_prop=True)
@@ -138,7 +140,8 @@ def check_eval(
 )->Evaluation:     # its config has the resolved folder
     "Raise ValueError for an evaluation that cannot be meant, and FileNotFoundError where there is no run."
     _check_numbers(cfg)
-    if cfg.policy_server: cfg = replace(cfg, last_only=True)   # the server's policy is played once, in the place of the last checkpoint's
+    if cfg.policy_server:
+        cfg = replace(cfg, last_only=True)   # the server's policy is played once, in the place of the last checkpoint's
     run = read_config(cfg.run_dir)
     cfg = replace(cfg, num_processes=cfg.num_processes or 1)
     if cfg.num_processes > 1 or cfg.gpus: _check_processes(cfg, run)
@@ -150,7 +153,8 @@ def check_eval(
     ids = make_stream(dict(base=stream, tasks=cfg.chosen)).ids if cfg.chosen else stream.ids
     check_envs(stream.tasks)
     stream = replace(stream, tasks=perturbed(stream.tasks, perturb_of(cfg.changed)))
-    cfg = replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task or run.rows_per_task, perturb=cfg.changed)
+    cfg = replace(planned(cfg, run), run_dir=str(Path(cfg.run_dir).resolve()), rows_per_task=cfg.rows_per_task
+                  or run.rows_per_task, perturb=cfg.changed)
     evaluation = Evaluation(cfg, run, points, own, stream, tuple(dict.fromkeys(ids)))
     check_starts(cfg, stream.tasks)
     if cfg.suite and not cfg.policy_server: _check_sizes(evaluation)
@@ -159,7 +163,10 @@ def check_eval(
 # %% ../../nbs/train/05_eval_config.ipynb #9f1e47ae
 def _check_numbers(cfg:EvalConfig):
     "ValueError for a number or a choice that cannot be meant."
-    if cfg.image_size and not cfg.policy_server: raise ValueError(f"image_size is {cfg.image_size}, which a policy of a run has already; leave it out, or name a policy_server")
+    if cfg.image_size and not cfg.policy_server:
+        raise ValueError(
+            f"image_size is {cfg.image_size}, which a policy of a run has already; leave it out, or name a "
+            f"policy_server")
     if cfg.policy_server: address_of(cfg.policy_server)
     if cfg.image_size: check_pixels(cfg.image_size, cfg.image_size, "image_size")
     for k,least in dict(n_trials=1, rows_per_task=0, n_workers=0, batch=0, image_size=0, num_processes=0).items():
@@ -182,12 +189,17 @@ def _check_processes(
 ):
     "ValueError for processes or GPUs that this machine does not have, or that cannot share the evaluation."
     n = cfg.num_processes
-    check_machine(RunConfig(num_processes=n, gpus=cfg.gpus or run.gpus, device="auto" if run.device == "cuda" else run.device))
+    check_machine(RunConfig(num_processes=n, gpus=cfg.gpus or run.gpus, device="auto" if run.device == "cuda"
+                            else run.device))
     if n < 2: return
-    if cfg.part != "0/1": raise ValueError(f"part is {cfg.part!r}, which one process plays, found num_processes {n}; leave out one of them")
+    if cfg.part != "0/1":
+        raise ValueError(
+            f"part is {cfg.part!r}, which one process plays, found num_processes {n}; leave out one of them")
     folder = RunFolder(cfg.folder)
     if folder.episodes(lambda line: None) and not (cfg.folder/"plan.json").exists():
-        raise ValueError(f"{cfg.folder} was begun by one process, with rows for each task, and goes on so; set num_processes to 1, or remove that folder")
+        raise ValueError(
+            f"{cfg.folder} was begun by one process, with rows for each task, and goes on so; set num_processes to "
+            f"1, or remove that folder")
 
 def check_eval_here(
     cfg:EvalConfig # as a page gave it
@@ -195,7 +207,8 @@ def check_eval_here(
     "As `check_eval`, with a process for each GPU that the evaluation may use where `num_processes` is left open."
     _check_numbers(cfg)
     run = read_config(cfg.run_dir)
-    if cfg.num_processes or cfg.part != "0/1" or run.device == "cpu" or run.learner in eval_checks: return check_eval(cfg)
+    if cfg.num_processes or cfg.part != "0/1" or run.device == "cpu" or run.learner in eval_checks:
+        return check_eval(cfg)
     one,gpus = replace(run, gpus=cfg.gpus or run.gpus),count_gpus()
     n = chosen_gpus(one, gpus) if one.gpus else gpus
     if n > 1 and (cfg.folder/"config.json").exists(): n = read_json(cfg.folder/"config.json").get("num_processes", 1)
@@ -302,5 +315,6 @@ def read_eval_config(
     path = Path(run_dir)/"evals"/name/"config.json"
     if not path.exists(): raise FileNotFoundError(f"no evaluation {name!r} was begun in {run_dir}")
     stored = read_json(path)
-    if stored.get("policy_server"): check_stored(dict(policy_server=stored["policy_server"]), path)   # no stranger's folder chooses whom we ask
+    if stored.get("policy_server"):
+        check_stored(dict(policy_server=stored["policy_server"]), path)   # no stranger's folder chooses whom we ask
     return replace(stored_config(EvalConfig, stored), run_dir=str(run_dir))

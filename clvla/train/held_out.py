@@ -21,7 +21,9 @@ def held_episodes(
     share:float # of them that is left out, in (0,1)
 )->np.ndarray:  # their numbers, in order
     "Which demonstrations of a task are left out: at least one, and never all; ValueError for fewer than two."
-    if n < 2: raise ValueError(f"held_out {share:g} leaves demonstrations out, and task {task_id!r} has {n}; it needs 2 or more: record "
+    if n < 2:
+        raise ValueError(
+            f"held_out {share:g} leaves demonstrations out, and task {task_id!r} has {n}; it needs 2 or more: record "
                                "more, or set held_out to 0")
     k = min(n-1, max(1, round(share*n)))
     return np.sort(np_rng(0, "held_out", task_id).permutation(n)[:k])
@@ -62,7 +64,8 @@ def action_error(
     usual        # (A,) the constant action of comparison
 )->dict:         # error in the robot's units (discrete: share of wrong ones), that of the constant action, and their ratio
     "How far actions are from recorded ones (eq. 1)."
-    off,off_usual = (np.abs(x-recorded)[inside].mean(0, dtype=np.float64) for x in (said, np.asarray(usual, np.float32)))
+    off,off_usual = (np.abs(x-recorded)[inside].mean(0, dtype=np.float64)
+                     for x in (said, np.asarray(usual, np.float32)))
     moves = off_usual > 1e-6
     ratio = float((off[moves]/off_usual[moves]).mean()) if moves.any() else float("nan")
     return dict(error=float(off.mean()), constant=float(off_usual.mean()), ratio=ratio)
@@ -87,7 +90,8 @@ def error_of(
     frames = np.unique(np.linspace(0, len(held)-1, min(MOST, len(held))).round().astype(int))
     said,recorded,inside = predicted(policy, processor, held, task_id, frames)
     usual = usual_action(trained)
-    if trained.n_actions is not None: said,recorded,usual = ((x != recorded).astype(np.float32) for x in (said, recorded, usual))
+    if trained.n_actions is not None:
+        said,recorded,usual = ((x != recorded).astype(np.float32) for x in (said, recorded, usual))
     return action_error(said, recorded, inside, usual) | dict(demonstrations=held.n_episodes, frames=len(frames))
 
 # %% ../../nbs/train/13_held_out.ipynb #9f2e4d61
@@ -104,7 +108,8 @@ def error_after(
     policy.eval()
     for task_id in ids:
         with torch.inference_mode(), algo.eval_policy(policy, task_id):
-            rows.append(moment | dict(task=task_id) | error_of(policy, processor, trained[task_id], held[task_id], task_id))
+            rows.append(moment | dict(task=task_id) | error_of(policy, processor, trained[task_id], held[task_id],
+                                                               task_id))
     policy.train(mode)
     file = Path(path)/"held_out.json"
     before = [row for row in (read_json(file) if file.exists() else []) if row["stage"] != moment["stage"]]

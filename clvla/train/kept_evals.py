@@ -32,7 +32,8 @@ def pack_eval(
 )->dict:            # JSON values
     "An evaluation as one line."
     home = out.path if (out.path/"stream.json").exists() else Path(cfg.run_dir)
-    return dict(config=identity(from_there(cfg)), evaluation=what_of(one), stream=read_json(home/"stream.json"), episodes=packed(out.episodes()),
+    return dict(config=identity(from_there(cfg)), evaluation=what_of(one), stream=read_json(home/"stream.json"),
+                episodes=packed(out.episodes()),
                 cost={}, versions=read_json(out.path/"versions.json") if (out.path/"versions.json").exists() else {})
 
 # %% ../../nbs/train/17_kept_evals.ipynb #a41e5508
@@ -46,12 +47,16 @@ def kept_evals(
     "All these evaluations: from the file, and those that it lacks from the runs' folders, where they are made; ValueError for two that change the same."
     file,found,changed = Path(file),{},[one.changed for one in evals]
     if twice := [c for c in changed if changed.count(c) > 1]:
-        raise ValueError(f"two evaluations are {twice[0] or 'plain'}, and what is found is named by that, so that one would hide the other; ask for them in two calls")
+        raise ValueError(
+            f"two evaluations are {twice[0] or 'plain'}, and what is found is named by that, so that one would hide "
+            f"the other; ask for them in two calls")
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = lines_of(file, cfgs)
     for name,cfg in cfgs.items():
         for one in evals:
-            line = next((line for line in kept if line["name"] == name and what_of(EvalConfig()) | line["evaluation"] == what_of(one)), None)   # older lines lack newer settings
+            # older lines lack newer settings
+            line = next((line for line in kept if line["name"] == name
+                         and what_of(EvalConfig()) | line["evaluation"] == what_of(one)), None)
             if line is None:
                 line = dict(name=name) | _made(cfg, replace(one, run_dir=cfg.run_dir, n_workers=n_workers), say)
                 append_jsonl(file, line)

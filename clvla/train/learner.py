@@ -99,7 +99,8 @@ def build(self:Imitation,
     cfg,self.shell = self.cfg,shell
     torch.set_num_threads(cfg.threads)
     if cfg.init_from:
-        with shell.cost.measure("base"): make_start(cfg, train_cl if self.acc.num_processes == 1 else None, shell.say, shell.stop.check)
+        with shell.cost.measure("base"):
+            make_start(cfg, train_cl if self.acc.num_processes == 1 else None, shell.say, shell.stop.check)
     self.make_data(checkpoint)
     policy = self.make_policy(checkpoint)
     algo = make_algo(cfg.cl, cfg.seed, **cfg.cl_kw)
@@ -110,7 +111,8 @@ def build(self:Imitation,
         self.trainer.prepare(last_begun)   # adds adapters and heads; makes no engine yet
         load_weights(policy, checkpoint)
     self.evaluator = Evaluator(shell, self.stream, self.stages, self.processor, algo, self.full_policy,
-                               render_gpus=own_gpu(self.acc.local_process_index if self.acc.device.type == "cuda" else None))
+                               render_gpus=own_gpu(self.acc.local_process_index if self.acc.device.type == "cuda"
+                                                   else None))
     self.trainer.save_if_due,self.trainer.on_bad = shell.save_if_due,shell.run.bad_update
     self.trainer.curve = lambda t, name, step: self.evaluate(t, step)
     if cfg.patience: self.looks = begin_looks(shell.run.path/"looks", shell.rank, checkpoint)
@@ -170,7 +172,8 @@ def measure_held_out(self:Imitation, t:int):
     if self.shell.rank == 0:
         ids = list(self.held) if stage.name == JOINT else [i for i in self.stream.tried(t) if i in self.held]
         with one_thread(), self.shell.cost.measure("evaluation"):
-            rows = error_after(self.shell.run.path, dict(stage=t, after=stage.name), ids, policy, self.processor, self.trainer.algo,
+            rows = error_after(self.shell.run.path, dict(stage=t, after=stage.name), ids, policy, self.processor,
+                               self.trainer.algo,
                                self.data.stores, self.held)
         said = ", ".join(f"{r['task']} {r['ratio']:.2f}" for r in rows)
         self.shell.say(f"after {stage.name}: held-out error, 1 is the constant action: {said}")

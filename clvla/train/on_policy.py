@@ -86,7 +86,8 @@ class OnPolicy:
     keys,others = (),()   # a rollout's entries with a row for each chunk, and its others
     part = 0,1            # number of this process, and of how many that learn from equal rollouts
     lacks = dict(replay="it learns from attempts of its present weights alone, and forgets them",
-                 others="it learns from attempts of its present weights alone", ahead="it has none before it has made attempts")
+                 others="it learns from attempts of its present weights alone",
+                 ahead="it has none before it has made attempts")
 
     @settled
     def __init__(self,
@@ -177,19 +178,22 @@ class MinibatchEngine(Engine):
     def complete(self): self.method.gather()
     def clip(self, params):   # grad_norm/name -> norm before
         limit = float("inf") if self.method.grad_clip is None else self.method.grad_clip
-        return {f"grad_norm/{name}": nn.utils.clip_grad_norm_(net.parameters(), limit) for name,net in self.method.nets.items()}
+        return {f"grad_norm/{name}": nn.utils.clip_grad_norm_(net.parameters(), limit)
+                for name,net in self.method.nets.items()}
 
 @patch
 def gather(self:OnPolicy):
     "Join the metrics of all parts, and the gradients of all processes."
-    joined = self.parts[0] if len(self.parts) == 1 else {k: torch.cat([p[k] for p in self.parts]) for k in self.parts[0]}
+    joined = (self.parts[0] if len(self.parts) == 1
+              else {k: torch.cat([p[k] for p in self.parts]) for k in self.parts[0]})
     if self.part[1] == 1: self.info = dict(zip(joined, torch.stack([*joined.values()]).mean(1)))
     else: self.info = self.over_processes({k: self.share*x.sum()/(self.n*len(self.parts)) for k,x in joined.items()})
 
 @patch
 def over_processes(self:OnPolicy, info:dict)->dict:
     "Put the mean of all processes' gradients into `grad`; returns the means of the metrics."
-    grads = [p.grad for p in self.ctx.params().values() if p.grad is not None]   # of weights that no loss reads there are none
+    # of weights that no loss reads there are none
+    grads = [p.grad for p in self.ctx.params().values() if p.grad is not None]
     both = torch.cat([*(g.flatten() for g in grads), torch.stack([*info.values()])])
     torch.distributed.all_reduce(both)
     *new,metrics = (both/self.part[1]).split([*(g.numel() for g in grads), len(info)])
@@ -204,13 +208,15 @@ def update(self:OnPolicy, rollout:dict)->dict:   # metrics, as numbers
     self.model.eval()
     drift = self.check_drift(rollout)
     rows,info = self.prepare(rollout)
-    if self.compares and PAD not in rows: rows |= {PAD: torch.zeros(len(rows["logp_old"]), 1, dtype=torch.bool, device=rows["logp_old"].device)}
+    if self.compares and PAD not in rows:
+        rows |= {PAD: torch.zeros(len(rows["logp_old"]), 1, dtype=torch.bool, device=rows["logp_old"].device)}
     self.rows = rows if self.algo else None
     infos,taken = [],True
     for _ in range(self.epochs):   # a stop leaves out steps and no draw: the next update's order is the same
         for index in torch.randperm(len(rows["logp_old"]), generator=self.generator).split(self.minibatch):
             if not taken: break
-            there = {d: index.to(d, non_blocking=True) for d in {v.device for v in rows.values()}}   # one copy, not one for each entry
+            # one copy, not one for each entry
+            there = {d: index.to(d, non_blocking=True) for d in {v.device for v in rows.values()}}
             step_info,taken = self.step({k: v.index_select(0, there[v.device]) for k,v in rows.items()})
             infos.append(step_info)
     self.n_updates += 1

@@ -63,19 +63,23 @@ def check_init(
     if not path.exists() and (recipe is None or RunFolder(recipe).done):
         raise ValueError(f"init_from {cfg.init_from!r} does not exist; name the folder of a checkpoint, as in "
                          "runs/NAME/checkpoints/001-TASK, or leave it empty")
-    if path.is_file(): return   # a safetensors file says nothing of its policy; its tensors are compared when they are read
+    if path.is_file():
+        return   # a safetensors file says nothing of its policy; its tensors are compared when they are read
     if (path/"config.json").exists() and (path/"checkpoints").exists():
-        raise ValueError(f"init_from {path} is the folder of a run; name one of its checkpoints, as in {path}/checkpoints/"
+        raise ValueError(
+            f"init_from {path} is the folder of a run; name one of its checkpoints, as in {path}/checkpoints/"
                          f"{max((p.name for p in (path/'checkpoints').glob('[0-9]*')), default='001-TASK')}")
     sealed = (path/"manifest.json").exists() or (path/"state.safetensors").exists()
     if sealed and (wrong := check_checkpoint(path)):
         raise ValueError(f"init_from: checkpoint {path} is not whole: {'; '.join(wrong)}; name another one")
-    its = policy_settings(read_config(recipe)) if recipe else (about := read_policy(path))["config"] | dict(model=about["policy"])
+    its = (policy_settings(read_config(recipe)) if recipe
+           else (about := read_policy(path))["config"] | dict(model=about["policy"]))
     wanted = policy_settings(cfg)
     fields = dict(H="chunk")
     if differ := [f"{fields.get(k, k)} {its[k]!r} there and {v!r} in this run" for k,v in wanted.items()
                   if k in its and its[k] != v]:
-        raise ValueError(f"init_from {path} holds another policy: {'; '.join(differ)}; set the checkpoint's values, or name "
+        raise ValueError(
+            f"init_from {path} holds another policy: {'; '.join(differ)}; set the checkpoint's values, or name "
                          "another one")
 
 def policy_settings(cfg:TrainConfig)->dict:
@@ -243,8 +247,12 @@ def make_processor(
     first,whose = stream.stages[0].task.id,""
     of = [stores[first]] if cfg.stats == "first" else list(stores.values())
     controls = make_controls(of, cfg.blind, cfg.deaf)
-    if cfg.stats == "init": processor,whose = init_processor(cfg, stores, controls),f"{cfg.init_from}, whose statistics go along (stats='init')"
-    else: processor = Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm, controls=controls)
+    if cfg.stats == "init":
+        processor,whose = init_processor(
+            cfg, stores, controls),f"{cfg.init_from}, whose statistics go along (stats='init')"
+    else:
+        processor = Processor(compute_stats(of), state_norm=cfg.state_norm, action_norm=cfg.action_norm,
+                              controls=controls)
     if cfg.stats != "global":
         for line in check_reach(processor, first, stores, cfg.accept, whose): say(line)
         if policies[cfg.model].norms_of(dict(cfg.model_kw)) is not None:
@@ -262,9 +270,12 @@ def init_processor(
     theirs = Processor.from_json(read_json(path), path)
     for k in ("state_norm", "action_norm"):
         if (a := getattr(theirs, k)) != (b := getattr(cfg, k)):
-            raise ValueError(f"stats='init': {path} has {k} {a!r}, and this run {b!r}; give -p {k} {a}, or stats='global'")
+            raise ValueError(
+                f"stats='init': {path} has {k} {a!r}, and this run {b!r}; give -p {k} {a}, or stats='global'")
     for task_id,store in stores.items():
         for key,x in ((STATE, store.state), (ACTION, store.action)):
             if (n := x.shape[1]) != (m := len(theirs.stats[key]["mean"])):
-                raise ValueError(f"stats='init': {path} describes {m} numbers in {key!r}, and task {task_id!r} has {n}; take stats='global'")
+                raise ValueError(
+                    f"stats='init': {path} describes {m} numbers in {key!r}, and task {task_id!r} has {n}; take "
+                    f"stats='global'")
     return replace(theirs, controls=controls)

@@ -54,7 +54,8 @@ def recover(
     most:int=200     # updates after which it is given up
 )->Recovery:
     "Train a copy of the policy on one task until `play` gives `target`; ValueError for a task that the stream lacks."
-    if task_id not in stream.ids: raise ValueError(f"no task {task_id!r} in stream {stream.name!r}{closest(task_id, stream.ids)}")
+    if task_id not in stream.ids:
+        raise ValueError(f"no task {task_id!r} in stream {stream.name!r}{closest(task_id, stream.ids)}")
     if most%every: raise ValueError(f"most is {most}, expected a multiple of every, {every}")
     own = replace(cfg, steps_per_task=most, curve_points=most//every, schedule="constant", ema=0., patience=0)
     again = Stream(f"{stream.name}-again", (replace(stream[task_id], budget=None),))   # as many updates for every task
@@ -115,7 +116,8 @@ def probe_run(
             old,left = play(load_point(point, cfg, stream)[0]),play(policy)
             if task not in curves: curves[task] = recover(fresh, cfg, stream, data, task, play, 2., every, most).curve
             again = recover(freed(policy, fresh), cfg, stream, data, task, play, share*old, every, most)
-            found.append(dict(task=task, old=old, left=left, again=vars(again), anew=vars(reached_on(curves[task], share*old))))
+            found.append(dict(task=task, old=old, left=left, again=vars(again),
+                              anew=vars(reached_on(curves[task], share*old))))
     return found
 
 # %% ../../nbs/train/19_recovery.ipynb #af2720ac
@@ -167,5 +169,7 @@ def probe_table(
     most:int=200 # as there
 )->pd.DataFrame: # a row for each task: success in percent, updates, savings in percent
     "How each earlier task came back."
-    def row(p): return dict(task=p["task"], old=100*p["old"], left=100*p["left"], again=p["again"]["reached"], anew=p["anew"]["reached"], savings=100*savings_of([p], most))
+    def row(p):
+        return dict(task=p["task"], old=100*p["old"], left=100*p["left"], again=p["again"]["reached"],
+                    anew=p["anew"]["reached"], savings=100*savings_of([p], most))
     return pd.DataFrame(map(row, probes))

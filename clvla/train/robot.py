@@ -32,7 +32,9 @@ def part_of(
     names = [name for path in there for name in (Path(path).name, path)]
     if data_set: raise ValueError(f"task {task.id!r} reads nothing from {data_set!r}{closest(data_set, names)}")
     if not there: return {}
-    raise ValueError(f"task {task.id!r} reads {', '.join(there)} in different layouts; say which of them the robot's observations are like: data_set='...'")
+    raise ValueError(
+        f"task {task.id!r} reads {', '.join(there)} in different layouts; say which of them the robot's observations "
+        f"are like: data_set='...'")
 
 # %% ../../nbs/train/14_robot.ipynb #ba083837
 def columns_of(
@@ -50,7 +52,8 @@ def columns_of(
                          f"cameras={dict.fromkeys((k.removeprefix(IMAGES) for k in wanted), 'COLUMN')}")
     named = named or camera_map(lerobot_info(part["path"]), None, part["path"])
     if lacks := [k.removeprefix(IMAGES) for k in wanted if k not in named]:
-        raise ValueError(f"cameras name no column for {', '.join(lacks)}, which the policy reads; they name {sorted(named)}")
+        raise ValueError(
+            f"cameras name no column for {', '.join(lacks)}, which the policy reads; they name {sorted(named)}")
     return {k: named[k] for k in wanted} | own
 
 # %% ../../nbs/train/14_robot.ipynb #caf2d638
@@ -62,11 +65,15 @@ def seen_of(
 )->dict:          # our key -> picture (1,h,w,3) uint8, state (1,S) float32
     "An observation in the project's conventions; ValueError for a column that is missing, unknown or no such thing."
     if lacks := [c for c in columns.values() if c not in seen]:
-        raise ValueError(f"the observation lacks {lacks}, it has {sorted(seen)}; the policy was trained on {sorted(columns.values())}")
+        raise ValueError(
+            f"the observation lacks {lacks}, it has {sorted(seen)}; the policy was trained "
+            f"on {sorted(columns.values())}")
     if more := sorted(set(seen)-set(columns.values())):
-        raise ValueError(f"the policy does not read {more[0]!r}{closest(more[0], list(columns.values()))}; leave it out")
+        raise ValueError(
+            f"the policy does not read {more[0]!r}{closest(more[0], list(columns.values()))}; leave it out")
     state = np.asarray(seen[columns[STATE]], np.float32).reshape(1, -1)
-    if not np.isfinite(state).all(): raise ValueError(f"{columns[STATE]} is {state[0].tolist()}, expected finite numbers")
+    if not np.isfinite(state).all():
+        raise ValueError(f"{columns[STATE]} is {state[0].tolist()}, expected finite numbers")
     pictures = {k: as_picture(seen[columns[k]], columns[k])[None] for k in pixels}
     turned = convert({**pictures, STATE: state, ACTION: np.zeros((1, 1), np.float32)}, layout)
     return {k: squeezed(turned[k][0], n)[None] for k,n in pixels.items()} | {STATE: turned[STATE]}
@@ -92,7 +99,8 @@ def task_of(
     told = [task for task in stream.tasks if task.prompt == name] if name else list(stream.tasks)
     if len(told) == 1: return told[0]
     known = [*stream.ids, *(task.prompt for task in stream.tasks)]
-    raise ValueError(f"the policy has no single task {name!r}{closest(name, known)}; its tasks are {', '.join(stream.ids)}")
+    raise ValueError(
+        f"the policy has no single task {name!r}{closest(name, known)}; its tasks are {', '.join(stream.ids)}")
 
 # %% ../../nbs/train/14_robot.ipynb #afe9fefc
 class RobotPolicy:
@@ -120,8 +128,10 @@ class RobotPolicy:
         self.task,pixels = task_of(self.stream, task),self.policy.pixels
         part = part_of(self.task, self.data_set)
         self.layout,self.columns = part.get("layout", {}),columns_of(part, pixels, self.cameras)
-        cameras = ", ".join(f"{k.removeprefix(IMAGES)} = {self.columns[k]} ({n} x {n} pixels)" for k,n in pixels.items())
-        self.say(f"{self.task.id}, told {self.task.prompt!r}: state = {self.columns[STATE]}; {cameras}; pictures of other sizes are squeezed")
+        cameras = ", ".join(f"{k.removeprefix(IMAGES)} = {self.columns[k]} ({n} x {n} pixels)"
+                            for k,n in pixels.items())
+        self.say(f"{self.task.id}, told {self.task.prompt!r}: state = {self.columns[STATE]}; {cameras}; pictures of "
+                 f"other sizes are squeezed")
 
 # %% ../../nbs/train/14_robot.ipynb #c26df537
 @patch

@@ -45,12 +45,14 @@ class PolicyServer:
         say=print         # told what is served
     ):
         point,self.stream,self.policy,self.processor,self.algo = newest_point(run_dir, device, trust, say)
-        if read_policy(point)["config"].get("n_actions") is not None: raise ValueError(f"{run_dir} has discrete actions, and vla-eval's protocol has none")
+        if read_policy(point)["config"].get("n_actions") is not None:
+            raise ValueError(f"{run_dir} has discrete actions, and vla-eval's protocol has none")
         self.policy.train(False)
         self.seed,self.say,self.lock,self.n_sessions = seed,say,threading.Lock(),0
         self.dim = len(self.processor.stats[STATE]["mean"])
         self.cameras = cameras_for(cameras, [k.removeprefix(IMAGES) for k in self.policy.pixels])
-        say(f"{point}: tasks {', '.join(self.stream.ids)}; pictures {', '.join(f'{k.removeprefix(IMAGES)} ({n} x {n})' for k,n in self.policy.pixels.items())}; {self.dim} numbers of state")
+        say(f"{point}: tasks {', '.join(self.stream.ids)}; "
+            f"pictures {', '.join(f'{k.removeprefix(IMAGES)} ({n} x {n})' for k,n in self.policy.pixels.items())}; {self.dim} numbers of state")
 
     def session(self)->Session:
         self.n_sessions += 1
@@ -65,7 +67,8 @@ def cameras_for(
     pairs = [part.partition("=") for part in said.split(",") if part.strip()]
     named = {a.strip(): b.strip() for a,_,b in pairs}
     if wrong := [a for a,b in named.items() if a not in ours or not b]:
-        raise ValueError(f"cameras: found {wrong[0]!r}, expected OURS=THEIRS of {', '.join(ours)}{closest(wrong[0], ours)}")
+        raise ValueError(
+            f"cameras: found {wrong[0]!r}, expected OURS=THEIRS of {', '.join(ours)}{closest(wrong[0], ours)}")
     return named
 
 # %% ../../nbs/train/16_serve.ipynb #4db6730c
@@ -79,7 +82,9 @@ def task_named(
         found = [t for t in stream.tasks if n in (t.id, t.prompt)]
         if len(found) == 1: return found[0]
     known = [x for t in stream.tasks for x in (t.id, t.prompt)]
-    raise ValueError(f"no single task of this policy is called {' or '.join(plain(repr(n), 120) for n in told) or 'nothing'}{closest(told[0], known) if told else ''}; its tasks are {', '.join(stream.ids)}")
+    raise ValueError(
+        f"no single task of this policy is "
+        f"called {' or '.join(plain(repr(n), 120) for n in told) or 'nothing'}{closest(told[0], known) if told else ''}; its tasks are {', '.join(stream.ids)}")
 
 # %% ../../nbs/train/16_serve.ipynb #ef611d06
 def begin(self, session:Session, payload:dict):
@@ -105,13 +110,22 @@ def seen(self, obs:dict)->dict: # key -> picture (1,n,n,3) uint8, state (1,S) fl
     found = {}
     for key,n in self.policy.pixels.items():
         ours = key.removeprefix(IMAGES)
-        theirs = self.cameras.get(ours) or (ours if ours in images or len(images) != 1 or len(self.policy.pixels) > 1 else next(iter(images)))
-        if theirs not in images: raise ValueError(f"the observation has no picture {theirs!r}, it has {plain(', '.join(map(str, images)), 200) or 'none'}; start the server with --cameras {ours}=THEIRS")
+        theirs = (self.cameras.get(ours)
+                  or (ours if ours in images or len(images) != 1 or len(self.policy.pixels) > 1
+                      else next(iter(images))))
+        if theirs not in images:
+            raise ValueError(
+                f"the observation has no picture {theirs!r}, it "
+                f"has {plain(', '.join(map(str, images)), 200) or 'none'}; start the server with "
+                f"--cameras {ours}=THEIRS")
         found[key] = squeezed(as_picture(images[theirs], theirs, order="hwc"), n)[None]
     try: state = np.asarray(state, np.float32).reshape(-1)
     except (TypeError, ValueError) as e: raise ValueError("the observation's states are no numbers") from e
     if len(state) != self.dim or not np.isfinite(state).all():
-        raise ValueError(f"the observation has {len(state)} numbers of state{'' if np.isfinite(state).all() else ', not all finite'}, the policy was trained on {self.dim} (states or state)")
+        raise ValueError(
+            f"the observation has {len(state)} numbers of "
+            f"state{'' if np.isfinite(state).all() else ', not all finite'}, the policy was trained on {self.dim} "
+            f"(states or state)")
     return found | {STATE: state[None]}
 
 # %% ../../nbs/train/16_serve.ipynb #d20d7708
@@ -120,7 +134,8 @@ def act(self, session:Session, obs:dict)->np.ndarray: # (A,) float32
     row = session.row or self._begun(session, obs)
     if not session.left:
         raw = self.seen(obs)
-        with self.lock, self.algo.eval_policy(self.policy, row.task.id): session.left = list(predict(self.policy, self.processor, raw, [row])[0])
+        with self.lock, self.algo.eval_policy(self.policy, row.task.id):
+            session.left = list(predict(self.policy, self.processor, raw, [row])[0])
     row.steps += 1
     return session.left.pop(0)
 
@@ -134,8 +149,10 @@ def hello_of(server:PolicyServer)->dict:
     kinds = {kind_of(task) for task in server.stream.tasks if task.env}
     form = (kinds.pop().messages or RAW) if len(kinds) == 1 else RAW
     spec = lambda name, dims, words: dict(name=name, dims=dims, format=words)
-    more = dict(send_state=True) | (dict(send_wrist_image=True) if len(server.policy.pixels) > 1 else {}) | form["params"]
-    return dict(harness_version="0.8.0", protocol_version=1, model_server="clvla", capabilities={}, observation_params=more,
+    more = dict(send_state=True) | (dict(send_wrist_image=True) if len(server.policy.pixels) > 1
+                                    else {}) | form["params"]
+    return dict(harness_version="0.8.0", protocol_version=1, model_server="clvla", capabilities={},
+                observation_params=more,
                 action_spec={k: spec(k, *v) for k,v in form["action"].items()},
                 observation_spec=dict(language=spec("language", 0, "language"), state=spec("state", *form["state"])))
 

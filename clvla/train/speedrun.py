@@ -60,16 +60,25 @@ def read_submission(
     import yaml
     path = Path(path)
     try: said = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e: raise ValueError(f"{path}: {e}; expected a submission in YAML") from e
-    if not isinstance(said, dict) or set(said) != set(ABOUT): raise ValueError(f"{path} needs the entries {', '.join(ABOUT)}, found {said if not isinstance(said, dict) else ', '.join(map(str, said))}")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"{path}: {e}; expected a submission in YAML") from e
+    if not isinstance(said, dict) or set(said) != set(ABOUT):
+        raise ValueError(
+            f"{path} needs the entries {', '.join(ABOUT)}, "
+            f"found {said if not isinstance(said, dict) else ', '.join(map(str, said))}")
     settings = said["settings"]
-    if not isinstance(settings, dict) or type(said["seed"]) is not int: raise ValueError(f"{path}: settings is a dict of names and values, seed a whole number")
+    if not isinstance(settings, dict) or type(said["seed"]) is not int:
+        raise ValueError(f"{path}: settings is a dict of names and values, seed a whole number")
     for k in settings:
-        if k not in MAY: raise ValueError(f"{path}: {k} is not free on a track{closest(k, MAY)}; it is one of what the rules hold fixed, or no setting")
+        if k not in MAY:
+            raise ValueError(
+                f"{path}: {k} is not free on a track{closest(k, MAY)}; it is one of what the rules hold fixed, or no "
+                f"setting")
     plugins = [path.parent/str(p) for p in settings.get("plugins", [])]
     for p in plugins:
         if p.suffix != ".py" or not p.is_file(): raise ValueError(f"{path}: there is no plugin file {p}")
-    return Submission(path.stem, str(said["author"]), str(said["about"]), said["seed"], settings | (dict(plugins=list(map(str, plugins))) if plugins else {}),
+    return Submission(path.stem, str(said["author"]), str(said["about"]), said["seed"],
+                      settings | (dict(plugins=list(map(str, plugins))) if plugins else {}),
                       {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in plugins})
 
 # %% ../../nbs/train/18_speedrun.ipynb #6d879017
@@ -81,10 +90,14 @@ def config_of(
 )->TrainConfig:   # resolved
     "The run of a submission with one seed; ValueError for what no run can be, or reads later tasks."
     settings = dict(sub.settings)
-    suite = dict(base=track.suite, name=track.suite, budget=budget) if (budget := settings.pop("budget", None)) else track.suite
-    cfg = resolve(TrainConfig(suite=suite, n_demos=track.n_demos, evaluate="none", n_workers=1, seed=seed, run_dir=str(folder), **dict(threads=1) | settings))
-    if make_algo(cfg.cl, seed, **cfg.cl_kw).scope == "all": raise ValueError(f"{sub.name}: {cfg.cl} trains all tasks at once, and a track gives them one after another")
-    if cfg.threads > track.cores: raise ValueError(f"{sub.name}: {cfg.threads} threads, and the track has {track.cores} cores")
+    suite = (dict(base=track.suite, name=track.suite, budget=budget) if (budget := settings.pop("budget", None))
+             else track.suite)
+    cfg = resolve(TrainConfig(suite=suite, n_demos=track.n_demos, evaluate="none", n_workers=1, seed=seed,
+                              run_dir=str(folder), **dict(threads=1) | settings))
+    if make_algo(cfg.cl, seed, **cfg.cl_kw).scope == "all":
+        raise ValueError(f"{sub.name}: {cfg.cl} trains all tasks at once, and a track gives them one after another")
+    if cfg.threads > track.cores:
+        raise ValueError(f"{sub.name}: {cfg.threads} threads, and the track has {track.cores} cores")
     return cfg
 
 # %% ../../nbs/train/18_speedrun.ipynb #d4dce00b
@@ -97,7 +110,8 @@ def attempt(
     play:bool=True # False: train only, without `won`
 )->dict:         # JSON values
     "Train and play a submission with one seed; ValueError for a folder that is there, since a clock begins at the beginning."
-    if Path(folder).exists(): raise ValueError(f"{folder} is there already; an attempt is timed from its beginning, so give a new folder")
+    if Path(folder).exists():
+        raise ValueError(f"{folder} is there already; an attempt is timed from its beginning, so give a new folder")
     resolve(TrainConfig(suite=track.suite, run_dir=str(folder)))   # what every run imports is not timed
     start,computed = time.monotonic(),core_seconds()
     cfg = config_of(sub, track, seed, folder)
@@ -105,13 +119,15 @@ def attempt(
     wall,cores = time.monotonic()-start,core_seconds()-computed
     cost = read_cost(run.path/"cost.json")
     aside = lambda seconds: sum(seconds.get(k, 0) for k in ("demonstrations", "checkpoints"))
-    made = dict(seed=seed, core_seconds=round(cores-aside(cost["core_seconds"]), 2), wall=round(wall-aside(cost["seconds"]), 1),
+    made = dict(seed=seed, core_seconds=round(cores-aside(cost["core_seconds"]), 2),
+                wall=round(wall-aside(cost["seconds"]), 1),
                 bytes=cost["bytes"], samples=sum(cost["samples"].values()), fingerprint=fingerprint(run.path))
     return made | dict(won=played(cfg, track)) if play else made
 
 def played(cfg:TrainConfig, track:Track)->dict: # task id -> a string of 0 and 1, one for each start
     "Play the last checkpoint from the track's starts."
-    episodes = eval_cl(EvalConfig(run_dir=cfg.run_dir, n_trials=track.n_starts, last_only=True, seed=cfg.seed, n_workers=1), len).episodes()
+    episodes = eval_cl(EvalConfig(run_dir=cfg.run_dir, n_trials=track.n_starts, last_only=True, seed=cfg.seed,
+                                  n_workers=1), len).episodes()
     won = {}
     for r in sorted(episodes, key=lambda r: r["trial"]): won[r["task"]] = won.get(r["task"], "")+"01"[r["success"]]
     return won
@@ -122,8 +138,10 @@ def success_of(
     n_boot:int=10_000
 )->tuple:              # mean success, lower 95 % bound
     "Mean final success, and its bound for other starts."
-    tasks = list(attempts[0]["won"])   # another attempt may name them in another order, that of their first episodes' ends
-    won = np.array([[[c == "1" for c in a["won"][task]] for task in tasks] for a in attempts], float).mean(0)   # (K,N) over seeds
+    # another attempt may name them in another order, that of their first episodes' ends
+    tasks = list(attempts[0]["won"])
+    # (K,N) over seeds
+    won = np.array([[[c == "1" for c in a["won"][task]] for task in tasks] for a in attempts], float).mean(0)
     rng = np_rng(0, "speedrun")
     means = np.mean([row[rng.integers(0, len(row), (n_boot, len(row)))].mean(1) for row in won], 0)
     n = won.size*len(attempts)
@@ -147,10 +165,13 @@ def record_of(
     with tempfile.TemporaryDirectory() as d:
         for k in range(2):
             attempts.append(attempt(sub, track, sub.seed+k, Path(folder or d)/f"{sub.name}-s{sub.seed+k}", say))
-            if beat: again.append(attempt(beat, track, beat.seed+k, Path(folder or d)/f"{beat.name}-s{beat.seed+k}", say, play=False))
+            if beat:
+                again.append(attempt(beat, track, beat.seed+k, Path(folder or d)/f"{beat.name}-s{beat.seed+k}", say,
+                                     play=False))
     mean,low = success_of(attempts)
     beside = dict(beside=dict(name=beat.name, clock=round(clock_of(again, track), 2), attempts=again)) if beat else {}
-    return beside | dict(name=sub.name, author=sub.author, about=sub.about, settings=settings_of(sub), files=sub.files, date=str(date.today()), clock=round(clock_of(attempts, track), 2),
+    return beside | dict(name=sub.name, author=sub.author, about=sub.about, settings=settings_of(sub), files=sub.files,
+                         date=str(date.today()), clock=round(clock_of(attempts, track), 2),
                 bytes=size_of(attempts), mean=round(mean, 4), low=round(low, 4), attempts=attempts, versions=versions())
 
 def settings_of(sub:Submission)->dict: # without the folder of the plugins
@@ -168,11 +189,14 @@ def enter(
     track:Track
 ):
     "Add a record; ValueError where it does not reach the goal, or is not faster than the newest one."
-    if record["low"] < track.goal: raise ValueError(f"{record['name']} has a lower bound of {record['low']:.3f}, and the goal is {track.goal}")
+    if record["low"] < track.goal:
+        raise ValueError(f"{record['name']} has a lower bound of {record['low']:.3f}, and the goal is {track.goal}")
     if newest := (read_jsonl(file) or [None])[-1]:
         clock = to_beat(record, newest)
         if (record["clock"], record["bytes"]) >= (clock, newest["bytes"]):
-            raise ValueError(f"{record['name']} took {record['clock']} seconds and {record['bytes']} bytes, and {newest['name']} {clock} and {newest['bytes']}")
+            raise ValueError(
+                f"{record['name']} took {record['clock']} seconds and {record['bytes']} bytes, "
+                f"and {newest['name']} {clock} and {newest['bytes']}")
     append_jsonl(file, record)
 
 def to_beat(
@@ -182,9 +206,14 @@ def to_beat(
     "The clock of the newest record: timed in turn with `record` where that was done, and its own otherwise."
     beside = record.get("beside")
     if beside is None: return newest["clock"]
-    if beside["name"] != newest["name"]: raise ValueError(f"{record['name']} was timed beside {beside['name']}, and the newest record is {newest['name']}")
-    if found := [a["seed"] for a,b in zip(beside["attempts"], newest["attempts"], strict=True) if a["fingerprint"] != b["fingerprint"]]:
-        raise ValueError(f"{newest['name']} was trained again, and its weights with seed {found[0]} are not those of its record; time both on one machine")
+    if beside["name"] != newest["name"]:
+        raise ValueError(
+            f"{record['name']} was timed beside {beside['name']}, and the newest record is {newest['name']}")
+    if found := [a["seed"] for a,b in zip(beside["attempts"], newest["attempts"], strict=True)
+                 if a["fingerprint"] != b["fingerprint"]]:
+        raise ValueError(
+            f"{newest['name']} was trained again, and its weights with seed {found[0]} are not those of its record; "
+            f"time both on one machine")
     return beside["clock"]
 
 # %% ../../nbs/train/18_speedrun.ipynb #951aa112
@@ -194,17 +223,25 @@ def faults(
     track:Track
 )->list: # lines; empty: nothing is wrong
     "What of a record contradicts its submission or itself."
-    found = [f"settings: {k} is {record['settings'].get(k)!r} in the record, and {settings_of(sub).get(k)!r} in the submission"
-             for k in sorted(record["settings"].keys() | settings_of(sub).keys()) if record["settings"].get(k) != settings_of(sub).get(k)]
-    found += [f"plugin: {k} is not the file of the record" for k in sorted(record["files"].keys() | sub.files.keys()) if record["files"].get(k) != sub.files.get(k)]
+    found = [f"settings: {k} is {record['settings'].get(k)!r} in the record, and {settings_of(sub).get(k)!r} in the "
+             f"submission"
+             for k in sorted(record["settings"].keys() | settings_of(sub).keys())
+             if record["settings"].get(k) != settings_of(sub).get(k)]
+    found += [f"plugin: {k} is not the file of the record" for k in sorted(record["files"].keys() | sub.files.keys())
+              if record["files"].get(k) != sub.files.get(k)]
     attempts = record["attempts"]
-    if (seeds := [a["seed"] for a in attempts]) != [sub.seed, sub.seed+1]: found.append(f"seed: the attempts have {seeds}, and the submission {[sub.seed, sub.seed+1]}")
-    if len({frozenset(a["won"]) for a in attempts}) > 1: return [*found, "tasks: the attempts were not played on the same ones"]
-    if any(len(row) != track.n_starts for a in attempts for row in a["won"].values()): return [*found, f"starts: the track has {track.n_starts} a task, and the record other numbers"]
+    if (seeds := [a["seed"] for a in attempts]) != [sub.seed, sub.seed+1]:
+        found.append(f"seed: the attempts have {seeds}, and the submission {[sub.seed, sub.seed+1]}")
+    if len({frozenset(a["won"]) for a in attempts}) > 1:
+        return [*found, "tasks: the attempts were not played on the same ones"]
+    if any(len(row) != track.n_starts for a in attempts for row in a["won"].values()):
+        return [*found, f"starts: the track has {track.n_starts} a task, and the record other numbers"]
     mean,low = success_of(attempts)
-    said = dict(mean=round(mean, 4), low=round(low, 4), clock=round(clock_of(attempts, track), 2), bytes=size_of(attempts))
+    said = dict(mean=round(mean, 4), low=round(low, 4), clock=round(clock_of(attempts, track), 2),
+                bytes=size_of(attempts))
     found += [f"{k}: the record says {record[k]}, and its attempts {v}" for k,v in said.items() if record[k] != v]
-    if (beside := record.get("beside")) and beside["clock"] != (told := round(clock_of(beside["attempts"], track), 2)): found.append(f"beside: the record says {beside['clock']}, and its attempts {told}")
+    if (beside := record.get("beside")) and beside["clock"] != (told := round(clock_of(beside["attempts"], track), 2)):
+        found.append(f"beside: the record says {beside['clock']}, and its attempts {told}")
     return found + [f"goal: the lower bound is {low:.3f}, and the goal {track.goal}"]*(low < track.goal)
 
 # %% ../../nbs/train/18_speedrun.ipynb #fc26669f
@@ -227,12 +264,15 @@ def verify(
     "Repeat a record with both seeds; what does not hold, by name."
     if found := faults(record, sub, track): return found
     now = record_of(sub, track, folder)
-    changed = [f"{k} {record['versions'].get(k)} -> {v}" for k,v in now["versions"].items() if record["versions"].get(k) != v]
+    changed = [f"{k} {record['versions'].get(k)} -> {v}" for k,v in now["versions"].items()
+               if record["versions"].get(k) != v]
     found = unlike(record["attempts"], now["attempts"])
-    say(f"{sub.name}: {now['clock']} seconds here, {record['clock']} in the record; success {100*now['mean']:.1f}, bound {100*now['low']:.1f}")
+    say(f"{sub.name}: {now['clock']} seconds here, {record['clock']} in the record; success {100*now['mean']:.1f}, "
+        f"bound {100*now['low']:.1f}")
     if not (found and changed): return found
     other = f"versions: {', '.join(changed)}; equal bits are promised for equal versions"
-    if now["low"] < track.goal: found.append(f"goal: the lower bound is {now['low']:.3f} here, and the goal {track.goal}")
+    if now["low"] < track.goal:
+        found.append(f"goal: the lower bound is {now['low']:.3f} here, and the goal {track.goal}")
     elif all(line.startswith(("fingerprint", "won")) for line in found):   # samples and bytes are the same everywhere
         say(f"{other}. The bits differ, and the bound holds")
         return []

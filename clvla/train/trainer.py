@@ -41,7 +41,8 @@ def make_accelerator(
     wait = InitProcessGroupKwargs(timeout=timedelta(minutes=cfg.timeout))
     use_tf32(cfg.precision == "tf32")
     use_same_sums()
-    return Accelerator(cpu=device_of(cfg.device) == "cpu", mixed_precision="no" if cfg.precision == "tf32" else cfg.precision,
+    return Accelerator(cpu=device_of(cfg.device) == "cpu", mixed_precision="no" if cfg.precision == "tf32"
+                       else cfg.precision,
                        kwargs_handlers=[wait])
 
 def make_engine(
@@ -302,7 +303,8 @@ def aside(self:Trainer)->int:
 def state_dict(self:Trainer)->dict:
     "State between two updates or two stages, without the policy's weights; all processes call it together."
     ctx = self.ctx
-    stage = None if ctx is None else dict(step=ctx.step, loader=ctx.loader.state_dict(), drawn=self.drawn(), aside=self.aside,
+    stage = None if ctx is None else dict(step=ctx.step, loader=ctx.loader.state_dict(), drawn=self.drawn(),
+                                          aside=self.aside,
                                           ema=self.ema.state_dict() if self.ema else None)
     if self.stopping: stage["stopping"] = self.stopping.state_dict()
     return dict(t=self.t, at=stage, skipped=self.skipped, overflows=self.overflows, noise=rng_state(self.noise),

@@ -38,7 +38,8 @@ def runs_of(
     if wrong := sorted({"cl", "algo", "blind", "deaf", "seed", "run_dir"} & settings.keys()):
         raise ValueError(f"{wrong[0]} is chosen by the audit, found {settings[wrong[0]]!r}; leave it out")
     def cfg(name, order, seed, control):
-        return resolve(make_config(TrainConfig, dict(suite=suite, cl=order, seed=seed, run_dir=str(Path(folder)/name))|control|settings))
+        return resolve(make_config(TrainConfig, dict(suite=suite, cl=order, seed=seed,
+                                                     run_dir=str(Path(folder)/name))|control|settings))
     return {f"{who}-{order}-s{seed}": cfg(f"{who}-{order}-s{seed}", order, seed, control)
             for seed in range(seeds) for order in ORDERS for who,control in LACKING.items()}
 
@@ -50,7 +51,8 @@ def plan_text(cfgs:dict)->str:
     updates = sum(task.budget or cfg.steps_per_task for task in stream.tasks if task.trained)
     episodes = cfg.n_trials*(K+K*(K+1)//2)//2   # joint: all tasks once; along the stream: the lower triangle
     left = [name for name,c in cfgs.items() if not RunFolder(c.run_dir).done]
-    return (f"{stream.name}: {n} runs ({', '.join(LACKING)}; {' and '.join(ORDERS)}) of {updates} updates and about {episodes} episodes each, {n-len(left)} of them done; "
+    return (f"{stream.name}: {n} runs ({', '.join(LACKING)}; {' and '.join(ORDERS)}) of {updates} updates and "
+            f"about {episodes} episodes each, {n-len(left)} of them done; "
             f"then {K*cfg.n_trials} replays and up to {3*K*cfg.n_trials} episodes of the seeing policy")
 
 # %% ../../nbs/train/15_validity.ipynb #be57a30c
@@ -77,7 +79,8 @@ def replayed(
 def misread(stream)->list:
     "The trained tasks, each with the sentence of the next one that has another; ValueError where all have the same."
     tasks = [t for t in stream.tasks if t.trained]
-    if len({t.prompt for t in tasks}) < 2: raise ValueError(f"all tasks of {stream.name!r} have one sentence, {tasks[0].prompt!r}; none is wrong")
+    if len({t.prompt for t in tasks}) < 2:
+        raise ValueError(f"all tasks of {stream.name!r} have one sentence, {tasks[0].prompt!r}; none is wrong")
     others = [next(o.prompt for o in [*tasks[k+1:], *tasks[:k]] if o.prompt != t.prompt) for k,t in enumerate(tasks)]
     return [replace(t, prompt=said) for t,said in zip(tasks, others)]
 
@@ -89,8 +92,10 @@ def played(
     "What the last checkpoint of a run reaches."
     path,stream = checkpoints(Path(cfg.run_dir)/"checkpoints", ends=True)[-1],stream_for(cfg)
     policy,processor,algo = load_point(path, cfg, stream)
-    with one_thread(), Player(tasks, cfg.rows_per_task, max(1, cfg.n_workers), cfg.image_size, POOL_SEED, cfg.chunk, group=policy.group) as player:
-        records = player.evaluate(policy, processor, list(trials), cfg.seed, dict(stage=len(stream.ids)-1, after="joint", step=None), algo=algo)
+    with one_thread(), Player(tasks, cfg.rows_per_task, max(1, cfg.n_workers), cfg.image_size, POOL_SEED, cfg.chunk,
+                              group=policy.group) as player:
+        records = player.evaluate(policy, processor, list(trials), cfg.seed,
+                                  dict(stage=len(stream.ids)-1, after="joint", step=None), algo=algo)
     return {t.id: [r["success"] for r in records if r["task"] == t.id] for t in tasks}
 
 def new_starts(tasks:list, n:int)->list:
@@ -114,7 +119,8 @@ class Answer:
     def rate(self)->float: return self.k/self.n
     def to_json(self)->dict:
         low,high = wilson(self.k, self.n)
-        return dict(question=self.question, who=self.who, successes=self.k, episodes=self.n, rate=self.rate, low=low, high=high, tasks=self.of)
+        return dict(question=self.question, who=self.who, successes=self.k, episodes=self.n, rate=self.rate, low=low,
+                    high=high, tasks=self.of)
 
 def counted(of:dict)->dict: return {task: [int(sum(won)), len(won)] for task,won in of.items()}
 
@@ -130,7 +136,8 @@ def trained_answers(cfgs:dict)->list:
                 records = RunFolder(cfg.run_dir).episodes(lambda line: None)
                 last = max(r["stage"] for r in records)
                 for r in records:
-                    if r["stage"] == last and r["step"] is None and r["task"] in learnt: of.setdefault(r["task"], []).append(r["success"])
+                    if r["stage"] == last and r["step"] is None and r["task"] in learnt:
+                        of.setdefault(r["task"], []).append(r["success"])
             answers.append(Answer("eyes and words", f"{who}, {order}", counted(of)))
     return answers
 
@@ -146,15 +153,18 @@ def other_answers(
     own = [t for t in tasks if t.id in stores and (t.source or {}).get("kind") == "demos"]
     say("demonstrations are replayed without looking")
     answers = [Answer("feedback", "a replay, from reported starts",
-                      counted({t.id: replayed(t, stores[t.id], range(n), cfg.image_size) for t in tasks if t.id in stores}))]
+                      counted({t.id: replayed(t, stores[t.id], range(n), cfg.image_size) for t in tasks
+                               if t.id in stores}))]
     if own:
         say("the seeing policy plays the starts of its demonstrations")
         few = min(len(shown(t)) for t in own)
-        answers.append(Answer("starts", "the seeing policy, its demonstrations' starts", counted(played(cfg, own, [trial_number("demos", k) for k in range(min(few, n))]))))
+        answers.append(Answer("starts", "the seeing policy, its demonstrations' starts",
+                              counted(played(cfg, own, [trial_number("demos", k) for k in range(min(few, n))]))))
     say("it plays new starts, and then other tasks' sentences")
     answers.append(Answer("starts", "the seeing policy, new starts", counted(played(cfg, tasks, new_starts(tasks, n)))))
     if len({t.prompt for t in tasks}) > 1:
-        answers.append(Answer("words", "the seeing policy, another task's sentence", counted(played(cfg, misread(stream), range(n)))))
+        answers.append(Answer("words", "the seeing policy, another task's sentence",
+                              counted(played(cfg, misread(stream), range(n)))))
     return answers
 
 # %% ../../nbs/train/15_validity.ipynb #55e49114
@@ -204,6 +214,7 @@ def audit_stream(
     sweep([cfg.run_dir for cfg in cfgs.values()], parallel, on_done=lambda path: say(f"{Path(path).name} is done"))
     name,answers = stream_for(next(iter(cfgs.values()))).name,trained_answers(cfgs)
     answers += other_answers(cfgs["seeing-joint-s0"], say)
-    found = dict(stream=name, seeds=seeds, answers=[a.to_json() for a in answers], verdicts=verdicts(answers), text=report(name, answers))
+    found = dict(stream=name, seeds=seeds, answers=[a.to_json() for a in answers], verdicts=verdicts(answers),
+                 text=report(name, answers))
     write_json(folder/"validity.json", found)
     return found

@@ -54,9 +54,11 @@ def described(
     "What EnvPool says of a task; no environment is made. ValueError for one that it cannot make."
     require("envpool", "envpool")
     import envpool
-    options = {k: v for k,v in spec.get("make", {}).items() if k != "max_episode_steps"} | (dict(max_episode_steps=limit) if limit else {})
+    options = {k: v for k,v in spec.get("make", {}).items()
+               if k != "max_episode_steps"} | (dict(max_episode_steps=limit) if limit else {})
     try: return envpool.make_spec(spec["name"], **options)
-    except (AssertionError, KeyError, TypeError, ValueError) as e: raise ValueError(f"EnvPool cannot make {spec['name']!r}: {e}") from e
+    except (AssertionError, KeyError, TypeError,
+            ValueError) as e: raise ValueError(f"EnvPool cannot make {spec['name']!r}: {e}") from e
 
 def limit_of(
     spec:dict # name, make, max_steps
@@ -66,9 +68,11 @@ def limit_of(
     said += [v for k,v in spec.get("make", {}).items() if k == "max_episode_steps"]
     limits = said or [described(spec).config.max_episode_steps]
     if len(set(limits)) > 1: raise ValueError(
-        f"{spec['name']!r} has two time limits, max_steps {said[0]} and make's max_episode_steps {said[1]}; leave the second out")
+        f"{spec['name']!r} has two time limits, max_steps {said[0]} and make's max_episode_steps {said[1]}; leave "
+        f"the second out")
     if type(limits[0]) is not int or limits[0] < 1: raise ValueError(
-        f"{spec['name']!r} has no time limit of its own (EnvPool says {limits[0]}); give its spec max_steps, a whole number from 1")
+        f"{spec['name']!r} has no time limit of its own (EnvPool says {limits[0]}); give its spec max_steps, a whole "
+        f"number from 1")
     return limits[0]
 
 # %% ../../../nbs/envs/gym/04_engine.ipynb #6d8f7298
@@ -85,8 +89,10 @@ class Engine:
         self.all = np.arange(self.n, dtype=np.int32)
         seeds = [int(seed)%(2**31-1) for seed in seeds]   # EnvPool takes 32 bits with a sign
         options = spec.get("make", {}) | dict(max_episode_steps=self.limit+1)   # so that `done` is never the limit's
-        try: self.sim = envpool.make_gymnasium(spec["name"], num_envs=self.n, num_threads=threads, seed=seeds, **options)
-        except (AssertionError, TypeError, ValueError) as e: raise ValueError(f"EnvPool cannot make {spec['name']!r}: {e}") from e
+        try:
+            self.sim = envpool.make_gymnasium(spec["name"], num_envs=self.n, num_threads=threads, seed=seeds, **options)
+        except (AssertionError, TypeError, ValueError) as e:
+            raise ValueError(f"EnvPool cannot make {spec['name']!r}: {e}") from e
         *_,(self.action_type,shape,*_) = self.sim._spec._action_spec
         self.action_shape = tuple(shape[1:])
         self.own = described(spec)
@@ -134,7 +140,8 @@ def step(self:Engine, actions:np.ndarray, ids=None)->tuple:   # image, state, ou
     expected = len(ids),*self.action_shape
     if actions.shape != expected: raise ValueError(f"actions have shape {actions.shape}, expected {expected}")
     self.sim._send([ids, ids, np.ascontiguousarray(actions, self.action_type)])
-    seen,own,info = named(self.sim._state_keys, self.sim._recv())   # Atari's info has a reward too, which is not clipped
+    # Atari's info has a reward too, which is not clipped
+    seen,own,info = named(self.sim._state_keys, self.sim._recv())
     terminated,truncated = self.ends(own, info)
     if "lives" in info: self.goes_on[ids] = terminated & (info["terminated"] == 0) & (own["elapsed_step"] < self.limit)
     if "prev_level_complete" in info: seen = self.shown(seen, ids, own["done"])
@@ -188,7 +195,8 @@ def sizes_of(
     box = type(space).__name__ == "Box"
     if box and not (np.all(space.low == -1) and np.all(space.high == 1)):
         raise ValueError(f"actions of {spec['name']!r} are {space}; an agent's lie in [-1,1]")
-    return dict(picture=picture, state=state, n_actions=None if box else int(space.n), action_dim=space.shape[0] if box else 1)
+    return dict(picture=picture, state=state, n_actions=None if box else int(space.n), action_dim=space.shape[0]
+                if box else 1)
 
 # %% ../../../nbs/envs/gym/04_engine.ipynb #d4e2a104
 class EngineEnv(Env):

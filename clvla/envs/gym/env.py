@@ -65,7 +65,8 @@ def misfit_of(
     "What is wrong with the parts of an observation."
     for key in keys:
         try: box,v = part(space, key),part(seen, key)
-        except (KeyError, IndexError, TypeError): return f"an observation without {key!r}: {shown(seen)}, of the space {space}"
+        except (KeyError, IndexError, TypeError):
+            return f"an observation without {key!r}: {shown(seen)}, of the space {space}"
         if type(box).__name__ != "Box": continue
         v = np.asarray(v)
         if v.shape != box.shape or (v.dtype.kind == "f") != (box.dtype.kind == "f") and v.ndim > 1:
@@ -108,7 +109,8 @@ def make_sim(
         raise ValueError(f"gymnasium cannot make {name!r}: {e}") from e
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #75672e93
-WIDE,NARROW = 2**62,2**31-1   # a seed as the library draws it, and what one is taken modulo for a simulator that wants 32 bits
+# a seed as the library draws it, and what one is taken modulo for a simulator that wants 32 bits
+WIDE,NARROW = 2**62,2**31-1
 BEGUN,STEPPED = ("observation", "info"),("observation", "reward", "terminated", "truncated", "info")
 
 class GymEnv(Env):
@@ -140,7 +142,8 @@ class GymEnv(Env):
     def _act(self, action):
         self.seen,reward,terminated,cut,info = self.ask("step", STEPPED, self.convert(action))
         who = lambda: whose(self, "step")
-        reward,terminated,self.cut = number(reward, who, "reward"),truth(terminated, who, "terminated"),truth(cut, who, "truncated")
+        reward,terminated,self.cut = number(reward, who, "reward"),truth(terminated, who,
+                                                                         "terminated"),truth(cut, who, "truncated")
         last = self.cut or self.t+1 >= self.max_steps
         try: success = self.success(reward, terminated, info, last)
         except ContractError as e: raise ContractError(f"{who()}: {e}") from None
@@ -171,7 +174,8 @@ def _check_starts(self:GymEnv):
     first = copy.deepcopy(self.seen)
     self._begin(WIDE)
     if not alike(first, self.seen):
-        raise ContractError(f"{whose(self, 'reset')} gave two different observations for one seed, expected that a start follows "
+        raise ContractError(
+            f"{whose(self, 'reset')} gave two different observations for one seed, expected that a start follows "
                             "from its seed: draw from self.np_random, after super().reset(seed=seed)")
 
 def alike(a, b)->bool:
@@ -179,9 +183,11 @@ def alike(a, b)->bool:
     if isinstance(a, dict): return all(alike(v, b[k]) for k,v in a.items())
     if isinstance(a, (tuple, list)): return all(map(alike, a, b))
     a,b = np.asarray(a),np.asarray(b)
-    return a.shape == b.shape and bool(np.allclose(a, b, 1e-3, 1e-3, True) if a.dtype.kind in "fiub" else (a == b).all())
+    return (a.shape == b.shape
+            and bool(np.allclose(a, b, 1e-3, 1e-3, True) if a.dtype.kind in "fiub" else (a == b).all()))
 
-GymEnv.ask,GymEnv.check_starts = _ask,_check_starts   # a worker in another interpreter has no fastcore, and so no `patch`
+# a worker in another interpreter has no fastcore, and so no `patch`
+GymEnv.ask,GymEnv.check_starts = _ask,_check_starts
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #75672e97
 def _state(self:GymEnv)->np.ndarray:

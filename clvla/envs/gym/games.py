@@ -20,20 +20,23 @@ def game(kind:str, id:str, name:str, prompt:str, pair=None, **env)->Task:
 class Atari(EngineKind):
     "Games of the Arcade Learning Environment."
     label,agents = "Atari",SMALL|dict(image_size=84)
-    screen = dict(img_height=84, img_width=84, stack_num=4, frame_skip=4, gray_scale=True, noop_max=30, use_fire_reset=True,
+    screen = dict(img_height=84, img_width=84, stack_num=4, frame_skip=4, gray_scale=True, noop_max=30,
+                  use_fire_reset=True,
                   full_action_space=True, episodic_life=True, reward_clip=False, repeat_action_probability=0.)
 
     def streams(self)->dict:
         task = lambda name: game("atari", name, f"{name}-v5", f"play {name}", max_steps=10_000, make=dict(self.screen))
         games = "SpaceInvaders","Krull","BeamRider","Hero","StarGunner","MsPacman"
         return dict(atari_6=Stream("atari_6", [task(name) for name in games]),
-                    mini_atari_3=Stream("mini_atari_3", [task(name) for name in ("SpaceInvaders", "BeamRider", "MsPacman")]))
+                    mini_atari_3=Stream("mini_atari_3",
+                                        [task(name) for name in ("SpaceInvaders", "BeamRider", "MsPacman")]))
 
 # %% ../../../nbs/envs/gym/05_games.ipynb #f2aceef3
 class Procgen(EngineKind):
     "Games whose levels are drawn."
     label,agents = "Procgen",SMALL|dict(image_size=64)
-    limits = dict(climber=1000, dodgeball=1000, ninja=1000, starpilot=1000, bigfish=6000, fruitbot=1000, miner=1000)   # steps
+    # steps
+    limits = dict(climber=1000, dodgeball=1000, ninja=1000, starpilot=1000, bigfish=6000, fruitbot=1000, miner=1000)
 
     def streams(self)->dict:
         def played(title, id, prompt, pair=None, **make):
@@ -64,7 +67,8 @@ class Grids(EngineKind):
 class Arm(EngineKind):
     "Meta-World's tasks by their state."
     label,agents = "Meta-World in an engine",SMALL|dict(image_size=0)
-    tasks = ("Reach", "Push", "PickPlace", "DoorOpen", "DrawerOpen", "DrawerClose", "ButtonPressTopdown", "PegInsertSide",
+    tasks = ("Reach", "Push", "PickPlace", "DoorOpen", "DrawerOpen", "DrawerClose", "ButtonPressTopdown",
+             "PegInsertSide",
              "WindowOpen", "WindowClose")
 
     def streams(self)->dict:

@@ -53,8 +53,10 @@ class Gym(Kind):
 
     def suits(self, tasks:list)->dict:
         "Discrete actions one at a time; numbers as chunks of a flow head."
-        own = {task.env["name"] for stream in self.streams().values() for task in stream.tasks}   # for which the defaults were chosen
-        others = {json_text([task.env["name"], task.env.get("make", {})]) for task in tasks if task.env["name"] not in own}
+        # for which the defaults were chosen
+        own = {task.env["name"] for stream in self.streams().values() for task in stream.tasks}
+        others = {json_text([task.env["name"], task.env.get("make", {})]) for task in tasks
+                  if task.env["name"] not in own}
         return self.defaults | (CONTINUOUS if any(map(has_box, others)) else {})
 
     def knows_success(self, spec:dict)->bool: return spec.get("success") != "never"

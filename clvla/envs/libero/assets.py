@@ -213,7 +213,9 @@ def named(source=None)->Path|None:
 def located()->Path:
     "Where LIBERO's assets lie, prepared or not; FileNotFoundError where they are neither named nor prepared."
     root = named() or pointed(home()/"prepared.json")
-    if root is None: raise FileNotFoundError(f"no LIBERO assets are prepared in {home()}, and CLVLA_LIBERO_ASSETS is not set; {HELP}")
+    if root is None:
+        raise FileNotFoundError(
+            f"no LIBERO assets are prepared in {home()}, and CLVLA_LIBERO_ASSETS is not set; {HELP}")
     return root
 
 def libero_root(

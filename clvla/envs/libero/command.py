@@ -24,7 +24,8 @@ def main(
     "Prepare LIBERO and draw one picture."
     parser = argparse.ArgumentParser("clvla-libero",
                                      description="Prepare LIBERO: find or fetch its assets, check, draw.")
-    parser.add_argument("source", nargs="?", help="a folder or an archive of its assets; default: $CLVLA_LIBERO_ASSETS, "
+    parser.add_argument("source", nargs="?",
+                        help="a folder or an archive of its assets; default: $CLVLA_LIBERO_ASSETS, "
                         "what was prepared before, a folder that LIBERO's package has fetched, or the hub")
     parser.add_argument("--no-picture", action="store_true", help="do not draw")
     args = parser.parse_args(argv)

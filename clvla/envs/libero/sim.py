@@ -15,7 +15,8 @@ from ...core.names import closest
 from ...core.seeds import seed_of
 from ...data.layouts import axis_angle
 from .assets import bootstrap, init_states, tree
-from .control import FusedStep, compiled, osc_torques, rotation_error   # other pages take them from here
+# other pages take them from here
+from .control import FusedStep, compiled, osc_torques, rotation_error
 from .states import N_STATES
 from .tasks import SUITES, check_suite
 from ..render import FastRenderer

@@ -98,7 +98,8 @@ class ExpertNoise:
         n = time.shape[1] if time.ndim == 2 else 1
         found,expected = (tuple(noise.shape), tuple(time.shape)),((B, n, self.H, self.room), (B, n))
         if found != expected:
-            raise ValueError(f"noise and time have shapes {found}, expected {expected}; take both from policy.draw({B})")
+            raise ValueError(
+                f"noise and time have shapes {found}, expected {expected}; take both from policy.draw({B})")
         return list(zip(noise.to(device).unbind(1), time.to(device).unbind(1)))
 
 # %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #50a00014

@@ -47,7 +47,8 @@ class TinyXVLA(LeRobot):
     policy_at = "lerobot.policies.xvla.modeling_xvla:XVLAPolicy"
     own = dict(n_obs_steps=1, dtype="float32", action_mode="auto", max_action_dim="the data's",
                max_state_dim="the data's", use_proprio=True, empty_cameras=0, num_image_views=None,
-               domain_feature_key=None, freeze_vision_encoder=False, freeze_language_encoder=False, train_policy_transformer=True,
+               domain_feature_key=None, freeze_vision_encoder=False, freeze_language_encoder=False,
+               train_policy_transformer=True,
                train_soft_prompts=True, tokenizer_name="the tiny tokenizer", pad_language_to="max_length")
     size = dict(florence_config=dict(vision_config=EYES, text_config=READER), hidden_size=64, depth=2, num_heads=4,
                 num_domains=1, len_soft_prompts=8, max_len_seq=2048, tokenizer_max_length=32, num_denoising_steps=5)

@@ -21,7 +21,8 @@ def flash_trouble(
     try: importlib.import_module("flash_attn")
     except Exception as e: # whatever a broken build raises
         said,abi = (str(e).splitlines() or [""])[0],torch.compiled_with_cxx11_abi()
-        return (f"flash_attn is installed and does not import beside torch {torch.__version__} (CUDA {torch.version.cuda}, "
+        return (f"flash_attn is installed and does not import beside torch {torch.__version__} "
+                f"(CUDA {torch.version.cuda}, "
                 f"C++11 ABI {abi}) ({type(e).__name__}: {said})")
     if dtype != "bfloat16": return f"it needs dtype 'bfloat16', found {dtype!r}"
     return "" if torch.cuda.is_available() else "there is no CUDA device"
@@ -61,7 +62,8 @@ class FollowDevice:
 def refuse_cpu(vlm, *args):
     "ValueError where flash-attn was asked for and the weights lie on the CPU; called before the trunk."
     if next(vlm.parameters()).device.type == "cpu":
-        raise ValueError(f"attention is {FLASH!r}, which needs a GPU, and the weights of {type(vlm).__name__} lie on the "
+        raise ValueError(
+            f"attention is {FLASH!r}, which needs a GPU, and the weights of {type(vlm).__name__} lie on the "
                          "CPU; set attention to 'sdpa', or leave it out, which takes what suits the device")
 
 # %% ../../../nbs/policies/vlm/11_attention.ipynb #16939264

@@ -62,7 +62,8 @@ class Prefix(Turn):
     "Pictures, an instruction and a newline, and behind them the policy's own tokens."
     def __init__(self, tokenizer, pictures, n_own):
         super().__init__(tokenizer, pictures, n_own)
-        self.front = [tokenizer.convert_tokens_to_ids(MARKS[5])]*sum(g*g for g in pictures.values()) + [tokenizer.bos_token_id]
+        self.front = [tokenizer.convert_tokens_to_ids(MARKS[5])]*sum(
+            g*g for g in pictures.values()) + [tokenizer.bos_token_id]
         self.back = self.encode("\n") + [self.pad]*n_own
 
     def rows(self,

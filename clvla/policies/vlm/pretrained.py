@@ -144,7 +144,9 @@ def open_folder(
         raise ValueError(f"{path} holds weights of another family: model_type in config.json is {kind!r}, expected "
                          f"{stock.kind!r}; name other weights, or choose the model that these belong to")
     if kernel := hub_kernel(about):
-        raise ValueError(f"{path}/config.json names {kernel!r} as the way to compute attention: transformers would fetch that from the "
+        raise ValueError(
+            f"{path}/config.json names {kernel!r} as the way to compute attention: transformers would fetch that "
+            f"from the "
                          "hub and run it; take that line out")
     for what,some in dict(tokenizer=TOKENIZER, pictures=PICTURES).items():
         if not set(some) & set(names):

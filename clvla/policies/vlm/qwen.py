@@ -174,7 +174,8 @@ def windowed(
 def whole(layer, args:tuple, kw:dict)->tuple:
     "Before a layer of attention: one window for the stock class, the lengths of all for `windowed`."
     ends = kw["cu_seqlens"]
-    if "windows" in kw or ends.device.type != "cpu": raise ValueError("the vision tower was called with sizes of pictures on "
+    if "windows" in kw or ends.device.type != "cpu":
+        raise ValueError("the vision tower was called with sizes of pictures on "
         f"{ends.device}, expected the CPU; call it through `Qwen.encode`, or build the policy with attention='eager'")
     return args,kw | dict(cu_seqlens=ends[[0, -1]], windows=tuple((ends[1:]-ends[:-1]).tolist()))
 

@@ -72,7 +72,8 @@ def qwen_vision(
     "Operations of Qwen2.5-VL's vision tower for one picture."
     s,tower = policy.shape.vision,policy.vlm.visual
     n,D = (h//s["patch_size"])**2,s["hidden_size"]
-    def layers(module): return sum(2*m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv3d)))
+    def layers(module):
+        return sum(2*m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv3d)))
     whole = s.get("fullatt_block_indexes", range(s["depth"]))
     window = min(n, (s.get("window_size", 112)//s["patch_size"])**2)
     attention = sum(4*n*(n if k in whole else window)*D for k in range(s["depth"]))

@@ -122,7 +122,8 @@ def _policy_of(
     sizes = dict(state_dim=config.robot_state_feature.shape[0], action_dim=config.action_feature.shape[0])
     pixels = dict(cameras.values())
     if list(pixels) == [IMAGE]: pixels = pixels[IMAGE]
-    return make_policy(config.model, pixels, **sizes, H=config.chunk_size, head=config.head, seed=seed, **config.model_kw)
+    return make_policy(config.model, pixels, **sizes, H=config.chunk_size, head=config.head, seed=seed,
+                       **config.model_kw)
 
 # %% ../../../nbs/run/18_lerobot.ipynb #1e30000d
 class ClvlaPolicy(PreTrainedPolicy):
@@ -277,12 +278,18 @@ def guard_steps():
     def guarded(cls, entry):
         where = str(entry.get("class", ""))
         if "registry_name" not in entry and not where.startswith(("lerobot.", "clvla.")):
-            raise ValueError(f"the stored processor names the step {where!r}, and a folder's files say nothing of what is imported; "
-                             "register it (ProcessorStepRegistry) in a package that --plugin.discover_packages_path names")
+            raise ValueError(
+                f"the stored processor names the step {where!r}, and a folder's files say nothing of what is imported; "
+                             "register it (ProcessorStepRegistry) in a package that --plugin.discover_packages_path "
+                             "names")
         step,key = lookup(cls, entry)
-        if not (isinstance(step, type) and issubclass(step, ProcessorStep)): raise ValueError(f"{where or key!r} is no processor step")
-        if "trust_remote_code" in signature(step).parameters and (entry.get("config") or {}).get("trust_remote_code", True):
-            raise ValueError(f"the stored step {key!r} would run code that its tokenizer's folder brings; set trust_remote_code to false")
+        if not (isinstance(step, type) and issubclass(step, ProcessorStep)):
+            raise ValueError(f"{where or key!r} is no processor step")
+        if "trust_remote_code" in signature(step).parameters and (entry.get("config")
+                                                                  or {}).get("trust_remote_code", True):
+            raise ValueError(
+                f"the stored step {key!r} would run code that its tokenizer's folder brings; set trust_remote_code "
+                f"to false")
         return step,key
     DataProcessorPipeline._resolve_step_class = classmethod(guarded)
 
