@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['SUITE', 'SMOKE', 'SMOKE_STEPS', 'SMOKE_AGENT', 'resolve_agent', 'AgentSettings', 'AgentConfig', 'experiment_of',
-           'check_alone', 'told', 'with_preset', 'sized', 'smaller', 'smoke_suite']
+           'check_alone', 'told', 'with_preset', 'sized', 'smaller', 'few_envs', 'smoke_suite']
 
 # %% ../../nbs/crl/08_config.ipynb #c7800002
 from dataclasses import dataclass, field, replace
 from .all import agents, cl_methods, runners
 from .experiment import Experiment, agents_of, make_experiment, specs
-from .presets import preset_of
+from .presets import preset_of, presets
 from ..core.trials import TRIALS
 from ..envs.all import make_stream
 from ..run.config import RunConfig, check_machine, cl_settings, resolve, settings_of, threads_of
@@ -84,8 +84,14 @@ def told(cfg:AgentConfig)->AgentConfig:
     return replace(cfg, tell_task=not named) if cfg.tell_task is None else cfg
 
 def with_preset(cfg:AgentConfig)->AgentConfig:
-    "The agent's settings, with those of the preset that are not given."
-    return replace(cfg, algo_kw=preset_of(cfg.preset, cfg.algo)|cfg.algo_kw)
+    "The agent's settings, with those of the preset that are not given; ValueError for a preset of other agents."
+    given,named = preset_of(cfg.preset, cfg.algo),any(cfg.algo in values for values in presets.values())
+    # an agent that no preset names, as `random` or one's own, has its own defaults
+    if cfg.preset and not given and named:
+        raise ValueError(
+            f"preset {cfg.preset!r} says nothing of algo {cfg.algo!r}; it has settings "
+            f"of {', '.join(presets[cfg.preset])}")
+    return replace(cfg, algo_kw=given|cfg.algo_kw)
 
 def sized(cfg:AgentConfig)->AgentConfig:
     "Put what suits the experiment in the place of what was left at 0."
@@ -101,7 +107,21 @@ def smaller(cfg:AgentConfig)->AgentConfig:
     small = {k: min(v, getattr(cfg, k) or v) for k,v in SMOKE.items()}
     known = settings_of(agents[cfg.algo])
     few = {k: min(v, cfg.algo_kw.get(k, v)) for k,v in SMOKE_AGENT.items() if k in known}
+    if "n_envs" in few: few["n_envs"] = few_envs(cfg)
+    if {*SMOKE_AGENT} <= {*few}:
+        # one whole rollout at least
+        few["horizon"] = min(few["horizon"], max(1, small["steps_per_task"]//few["n_envs"]))
     return replace(cfg, **small, suite=smoke_suite(cfg), algo_kw=cfg.algo_kw | few)
+
+def few_envs(cfg:AgentConfig)->int:
+    "The fewest environments, from those of `SMOKE_AGENT` on, that its actors can share and of which something is replayed."
+    actors = cfg.runner_kw.get("n_actors", 4) if "n_actors" in settings_of(runners[cfg.runner]) else 1
+    least,replay = SMOKE_AGENT["n_envs"],cfg.algo_kw.get("replay", 0)
+    if type(actors) is not int or actors < 1: actors = 1   # who is made with it refuses it
+    if type(replay) not in (int, float) or not 0 < replay < 1: replay = 0
+    given = cfg.algo_kw.get("n_envs", max(least, actors))
+    works = lambda n: n%actors == 0 and (not replay or round(replay*n))
+    return next((n for n in range(min(least, given), given) if works(n)), given)
 
 def smoke_suite(cfg:AgentConfig):
     "Two of the tasks that are trained, with their pairs, and episodes of `SMOKE_STEPS` steps at most."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PAIR', 'ATARI', 'LEVELS', 'SIX', 'GAMES', 'NAV', 'specs', 'MISSING', 'Stage', 'Experiment', 'with_pairs', 'Spec',
-           'levels_of', 'chores', 'check_engine', 'check_budget', 'make_experiment', 'agents_of', 'Spaces', 'spaces_of',
-           'joint']
+           'levels_of', 'chores', 'check_engine', 'check_budget', 'make_experiment', 'said_cycles', 'agents_of',
+           'Spaces', 'spaces_of', 'joint']
 
 # %% ../../nbs/crl/01_experiment.ipynb #c7100002
 from dataclasses import dataclass, field, replace
@@ -43,7 +43,9 @@ class Experiment:
     @property
     def trained(self)->list: return [self.stream[i].id for i in self.stream.ids if self.stream[i].trained]
     @property
-    def pairs(self)->dict: return {i: i+PAIR for i in self.trained if i+PAIR in self.stream.ids}
+    def pairs(self)->dict:
+        own = {*self.stream.ids}-{*self.trained}   # a trained task is nobody's pair, whatever its name
+        return {i: i+PAIR for i in self.trained if i+PAIR in own}
     @property
     def stages(self)->list:
         K = len(self.trained)
@@ -164,10 +166,17 @@ def make_experiment(
     spec = specs[suite] if isinstance(suite, str) and suite in specs else None
     stream = with_pairs(make_stream(spec.stream if spec else suite))
     sizes = spec.sizes if spec else agents_of(stream)
-    own = stream.cycles if stream.cycles > 1 else sizes["cycles"]
+    own = said_cycles(suite) or (stream.cycles if stream.cycles > 1 else sizes["cycles"])
     stream = replace(stream, name=suite if spec else stream.name, cycles=cycles or own)
     return Experiment(stream, steps or sizes["steps_per_task"], eval_every or sizes["eval_every"],
                       eval_episodes or sizes["n_trials"])
+
+def said_cycles(suite)->int:
+    "What an inline stream, or the one that it is made of, says of `cycles`; 0: nothing."
+    while isinstance(suite, dict):
+        if "cycles" in suite: return suite["cycles"]
+        suite = suite.get("base")
+    return 0
 
 def agents_of(stream:Stream)->dict:
     "`Kind.agents` of the stream's environments; ValueError for a task without one."
@@ -198,8 +207,8 @@ def spaces_of(
     sizes = {}
     for i in exp.stream.ids:
         env = make_env(exp.stream[i].env, image_size=image_size)
-        h,_,planes = env.reset(0)[IMAGE].shape
-        sizes[i] = dict(picture=(planes, h, h), state=env.state_dim, n_actions=env.n_actions, action_dim=env.action_dim)
+        h,w,planes = env.reset(0)[IMAGE].shape
+        sizes[i] = dict(picture=(planes, h, w), state=env.state_dim, n_actions=env.n_actions, action_dim=env.action_dim)
         env.close()
     return joint(sizes, image_size)
 
@@ -217,9 +226,14 @@ def joint(
     boxes = {i: size["n_actions"] is None for i,size in sizes.items()}
     if len(set(boxes.values())) > 1:
         raise ValueError(f"some tasks have continuous actions and some discrete ones: {boxes}; take tasks of one sort")
-    planes,h,_ = first["picture"]
+    planes,h,w = first["picture"]
+    if w != h:
+        raise ValueError(
+            f"the tasks' pictures have {h} x {w} pixels, and an agent takes squares; set one size for both")
     if h != image_size:
         raise ValueError(f"the tasks' pictures have {h} pixels, and image_size asks for {image_size}; leave it at 0")
     box = first["n_actions"] is None
     n_actions = {i: size["action_dim"] if box else size["n_actions"] for i,size in sizes.items()}
+    if box and len(set(n_actions.values())) > 1:   # discrete ones that a task lacks are masked
+        raise ValueError(f"the tasks' actions are {n_actions} numbers; take tasks with equally many")
     return Spaces(h, first["state"], n_actions, planes, box)

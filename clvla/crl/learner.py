@@ -324,6 +324,6 @@ def curves_from(
     if len(ends) < len(run.stages):
         raise ValueError(f"{run.path} has evaluated the end of {len(ends)} of {len(run.stages)} stages; start the same "
                          "command again, and it goes on")
-    pairs = {i: i+PAIR for i in trained if i+PAIR in run.task_ids}
+    pairs = {i: i+PAIR for i in trained if i+PAIR in run.task_ids and i+PAIR not in trained}
     return from_episodes(run.records, trained, len(run.stages)//len(trained), [ends[t] for t in sorted(ends)], pairs)
 

@@ -16,7 +16,7 @@ from ..core.batch import to_device
 from ..core.seeds import seed_of
 from ..core.settings import Count, Flag, Number, Passed, settled
 from .agent import Agent, OBSERVED
-from .clear import CLEAR, Unrolls, check_fits, cloning_loss
+from .clear import CLEAR, Unrolls, check_fits, check_whole, cloning_loss
 from .impala import actor_critic_loss, corrected, look_at
 from .ppo import PictureNet, check_picture
 from .progress_compress import walk
@@ -186,10 +186,11 @@ def make_node(self:SANE, number:int)->Node:
 
 @patch
 def check(self:SANE, exp, spaces):
-    "ValueError for pictures that are too small, and for memories of all nodes that are larger than the machine's."
+    "ValueError for pictures that are too small, and for memories of all nodes that are larger than the machine's, or would stay empty."
     check_picture(spaces.image_size)
     check_fits(self.max_nodes*self.settings["frames"], spaces,
                f"keep fewer frames, or fewer than {self.max_nodes} nodes")
+    if exp and self.nodes[0].replay: check_whole(self.horizon, self.n_envs, exp)
 
 @patch
 def build(self:SANE, exp, spaces, device="cpu"):
