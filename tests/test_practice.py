@@ -68,7 +68,7 @@ def done(data, tmp_path_factory): return practise(config(data, tmp_path_factory.
     (dict(algo="token_td3", algo_kw=dict(token="paper", token_kw=dict(width=64))), "no setting 'width'"), (dict(algo="token_td3", algo_kw=dict(token_lr=0)), "token_lr"),
     (dict(algo="token_ppo", algo_kw=dict(lam=1.5)), "lam"), (dict(algo="token_grpo", algo_kw=dict(lam=.9)), "no setting 'lam'"),
     (dict(algo="choice_grpo", algo_kw=dict(value_weight=.5, group_size=3)), "compares attempts"),
-    (dict(n_trials=0), "n_trials must be above 0"), (dict(model="tinny"), "did you mean 'tiny'"),
+    (dict(curve_points=2), "practice is evaluated before and after"), (dict(n_trials=0), "n_trials must be above 0"), (dict(model="tinny"), "did you mean 'tiny'"),
     (dict(model="lerobot-act-tiny", algo="token_td3", algo_kw={}), "Take a model of tiny")])
 def test_bad_settings_are_refused_before_anything_is_made(data, tmp_path, kw, says):
     with pytest.raises(ValueError, match=says): practise(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), **(SMALL | kw)), say=len)
@@ -110,6 +110,13 @@ def test_settings_of_the_networks_reach_them(data, tmp_path, monkeypatch):
     td3 = made[-1]
     assert (td3.tau, td3.actor_every, td3.target_std, td3.noise_clip) == (.1, 1, .3, .4)
     assert (td3.opt_actor.param_groups[0]["lr"], td3.opt_critic.param_groups[0]["lr"]) == (1e-3, 2e-3)
+
+
+def test_the_rates_of_cloning_follow_the_schedule(data, tmp_path):
+    "Four updates a round, warm-up of one: the rate stays where it is, in both rounds."
+    run = practise(config(data, tmp_path/"run", schedule="constant", evaluate="none"), say=len)
+    lr = [r["lr"] for r in run.logs() if "lr" in r]
+    assert len(lr) == 8 and len(set(lr)) == 1
 
 
 @pytest.mark.parametrize("algo, kw", [("token_ppo", dict(lam=.5)), ("token_ppo", dict(value_weight=.1)), ("token_ppo", dict(clip_value=1e-4)), ("token_ppo", dict(normalise=False)),
@@ -178,6 +185,18 @@ def crash_after(monkeypatch, n, happens=power_cut, algo="cloning"):
         if next(count) == n-1: happens()
         return numbers
     monkeypatch.setattr(cls, "update", update)
+
+
+@pytest.mark.parametrize("given, made", [(dict(algo_kw=dict(group_size=2)), (2, 6, 2)), (dict(episodes=5, round_episodes=5), (3, 3, 3)), ({}, (3, 6, 3)),
+                                         (dict(algo_kw=dict(group_size=4), episodes=8, round_episodes=4), (3, 6, 3))])
+def test_a_smoke_run_of_groups_is_begun_where_the_run_is(data, tmp_path, given, made):
+    "Rounds of whole groups, as many as there were or fewer; what does not fit is refused with `smoke` and without."
+    for smoke in (False, True):
+        cfg = resolve_practice(PracticeConfig(suite="dot_2", algo="choice_grpo", data_dir=str(data), run_dir=str(tmp_path/"run"), smoke=smoke, **given))
+        methods["choice_grpo"](seed=0, **cfg.algo_kw).check(cfg)
+    assert (cfg.algo_kw["group_size"], cfg.episodes, cfg.round_episodes) == made and resolve_practice(cfg) == cfg
+    wrong = resolve_practice(PracticeConfig(suite="dot_2", algo="choice_grpo", data_dir=str(data), run_dir=str(tmp_path/"run"), smoke=True, algo_kw=dict(group_size=2), round_episodes=5))
+    with pytest.raises(ValueError, match="multiple of group_size"): methods["choice_grpo"](seed=0, **wrong.algo_kw).check(wrong)
 
 
 @pytest.mark.parametrize("n, save_every", [(1, 0), (3, 3), (4, 0), (5, 0), (8, 3)])

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from clvla.core.state import load_state, save_state
 from clvla.policies.all import load_policy
 from clvla.rl.config import PracticeConfig
 from clvla.rl.episodes import Recorder, load_episodes
-from clvla.rl.learner import practise
+from clvla.rl import learner
+from clvla.rl.learner import Practice, practise
 from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
 from clvla.run.resume import fingerprint
@@ -104,7 +106,27 @@ def test_off_policy_with_a_frozen_policy(data, tmp_path):
     assert fingerprint(practise(config(data, tmp_path/"crash", save_every=1, **kw), say=len).path) == fingerprint(run.path)
 
 
+def test_a_round_ahead_that_goes_on_explores_in_all_processes(monkeypatch):
+    "A process that does not learn knows only from the first one whether the method explores; a checkpoint's weights do not say it."
+    class Plays(torch.nn.Linear):
+        frozen, left, explore = (), (), False
+
+    class Acts:
+        fitted = False
+        @property
+        def acting(self):
+            policy = Plays(2, 2)
+            policy.explore = self.fitted
+            return policy
+    monkeypatch.setattr(learner, "send_acting", lambda acc, method: setattr(method, "fitted", True))
+    seen, weights = [], Plays(2, 2).state_dict()
+    run = SimpleNamespace(acc=None, method=Acts(), shell=None, evaluator=SimpleNamespace(player_for=seen.append), play=lambda stage, r, policy, check: [])
+    Practice.play_ahead(run, None, 1, weights)
+    assert run.ahead.result() == [] and seen[0].explore and torch.equal(seen[0].weight, weights["weight"])
+
+
 @pytest.mark.parametrize("kw, says", [(dict(algo="token_ppo", algo_kw={}, overlap=True), "leave overlap out"),
+                                      (dict(algo="dsrl", algo_kw=dict(updates=1), overlap=True), "leave overlap out"),
                                       (dict(num_processes=2, machines="a,b"), "one machine"), (dict(num_processes=2, strategy="zero2"), "one machine")])
 def test_refusals(data, tmp_path, kw, says):
     with pytest.raises(ValueError, match=says): practise(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), **(SMALL | kw)), say=len)

@@ -14,7 +14,7 @@ from clvla.core.files import read_json, write_json
 from clvla.core.names import PROMPT, STATE
 from clvla.policies.all import load_policy
 from clvla.rl.config import PracticeConfig, resolve_practice
-from clvla.rl.learner import practise
+from clvla.rl.learner import Practice, practise
 from clvla.rl.token_file import find_token, read_token, weights_hash
 from clvla.run.checkpoint import checkpoints
 from clvla.run.folder import RunFolder
@@ -56,6 +56,17 @@ def test_it_is_used_and_recorded_and_resume_keeps_it(data, tmp_path, first):
     assert {fingerprint(practise(cfg, say=len).path) for cfg in cfgs} == {fingerprint(run.path)}
     codec = read_token(run.path)[1]["readout"]
     assert torch.equal(codec, codecs[0]["readout"])
+
+
+def test_the_token_of_settings_that_were_replaced_is_not_taken(data, tmp_path, first, monkeypatch):
+    "A run without results has a copy of its token; with another token in its settings it takes that one."
+    other = practise(config(data, tmp_path/"other", algo="token_td3", algo_kw=TD3 | dict(token_updates=1), evaluate="none"), say=len)
+    with monkeypatch.context() as m:
+        m.setattr(Practice, "play_round", lambda self, stage: (_ for _ in ()).throw(Crash()))
+        with pytest.raises(Crash): practise(taking(data, tmp_path/"run", first.path, evaluate="none"), say=len)
+    assert (tmp_path/"run/token/token.json").is_file() and not RunFolder(tmp_path/"run").has_results
+    run, sha = practise(taking(data, tmp_path/"run", other.path, evaluate="none"), say=len), lambda at: read_json(at/"token.json")["sha256"]
+    assert sha(last(run)) == sha(last(other)) != sha(last(first)) and sha(run.path/"token") == sha(last(other))
 
 
 def test_a_token_of_another_policy(data, tmp_path, first):

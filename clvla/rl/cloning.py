@@ -273,7 +273,7 @@ def update(self:Cloning)->dict:
     cfg,ctx = self.ctx.cfg,self.stage
     self.policy.train()
     self.loop.generator = torch_rng(self.seed, "practice", "noise", self.k)
-    self.lr = set_lr(self.opt, self.step, self.updates, cfg.warmup)
+    self.lr = set_lr(self.opt, self.step, self.updates, cfg.warmup, cfg.schedule)
     loss = cl_step(self.ctx.cl, self.loop, cfg.batch_size)
     if self.ema: self.ema.update(self.policy)
     self.k,self.step = self.k+1,self.step+1

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ASKED', 'PHASES', 'SUITE', 'OLDER', 'SMOKE', 'SMOKE_STEPS', 'SMOKE_ALGO', 'resolve_practice', 'PracticeSettings',
-           'algo_for', 'of_phase', 'PracticeConfig', 'named_method', 'one_suite', 'absolute_token', 'small_practice',
-           'written_down', 'smoke_suite', 'base_config']
+           'algo_for', 'of_phase', 'PracticeConfig', 'named_method', 'one_suite', 'absolute_token', 'whole_groups',
+           'small_practice', 'written_down', 'smoke_suite', 'base_config']
 
 # %% ../../nbs/rl/20_config.ipynb #c2000002
 from dataclasses import dataclass, field, fields, replace
@@ -136,13 +136,25 @@ def absolute_token(cfg:PracticeConfig)->PracticeConfig:
     folders = {k: str(Path(v).expanduser().resolve()) for k,v in given.items() if "/" in v or v and Path(v).is_dir()}
     return replace(cfg, algo_kw=cfg.algo_kw | folders) if folders else cfg
 
+# %% ../../nbs/rl/20_config.ipynb #5a0e4b02
+def whole_groups(
+    cfg:PracticeConfig,
+    small:dict, # settings as `SMOKE` makes them
+    few:dict    # the method's, as `SMOKE_ALGO` makes them
+)->dict:        # episodes and round_episodes; {} for a method that compares no attempts
+    "Whole groups in each round of a smoke run; numbers that made none before are left, to be refused."
+    k,n = few.get("group_size", 0),("episodes", "round_episodes")
+    if k < 1: return {}
+    asked = cfg.algo_kw.get("group_size", arguments_of(methods[cfg.algo])["group_size"].default)
+    return {name: max(1, small[name]//k)*k for name in n} if not any(getattr(cfg, name)%asked for name in n) else {}
+
 # %% ../../nbs/rl/20_config.ipynb #6f5cc490
 def small_practice(cfg:PracticeConfig)->PracticeConfig:
     "A smoke run: no number larger than those of `SMOKE` and `SMOKE_ALGO`."
     if not cfg.smoke: return cfg
     small = {k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()} | dict(suite=smoke_suite(cfg))
     few = {k: min(v, cfg.algo_kw.get(k, v)) for k,v in SMOKE_ALGO.items() if k in settings_of(methods[cfg.algo])}
-    return replace(cfg, **small, algo_kw=cfg.algo_kw | few)
+    return replace(cfg, **small | whole_groups(cfg, small, few), algo_kw=cfg.algo_kw | few)
 
 def written_down(cfg:PracticeConfig)->PracticeConfig:
     "Write down the settings of `OLDER`, so that a stored config without them is an older one."

@@ -61,6 +61,10 @@ def check_practice(
         raise ValueError(
             f"held_out {cfg.held_out} leaves demonstrations out of training, and practice goes on with all of them; "
                                       "set held_out to 0")
+    if cfg.curve_points:
+        raise ValueError(
+            f"curve_points {cfg.curve_points} are evaluations inside a task, and practice is evaluated before and after; "
+            "set curve_points to 0")
     stream = check(base_config(cfg))
     method = make_method(cfg.algo, cfg.seed, **cfg.algo_kw)
     method.check(cfg)
@@ -270,7 +274,7 @@ def play(self:Practice,
 @patch
 def play_ahead(self:Practice, stage:Stage, r:int, weights:dict=None):
     "Begin a round by a copy of what plays now, or of what `weights` made of it (page [rollout](25_rollout.ipynb))."
-    if weights is None: send_acting(self.acc, self.method)
+    send_acting(self.acc, self.method)   # also beside `weights`: whether it explores is no weight
     policy = copy_of(self.method.acting, weights)
     self.evaluator.player_for(policy)   # its simulators start here
     def play(check):

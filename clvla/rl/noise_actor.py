@@ -210,6 +210,7 @@ class NoisePolicy(OneDraw):
 class DSRL(BestOfNMethod):
     "A frozen policy, and an actor that learns the noise of its flow head."
     model = "rl-noise"
+    own_only = True   # `states` makes an attempt's chunks again by the actor that played it
     kept,remembers = ("x", "noise", "draws"),BestOfNMethod.remembers|dict(noise_learner="noise_learner")
     @settled
     def __init__(self,

@@ -100,7 +100,7 @@ def clear(self:RunFolder):
                 "generators-*.safetensors", "bad_updates*.jsonl", "plugins.json", "stopped.json", "failed.json",
                 "begun.json")
     for p in [p for name in prepared for p in self.path.glob(name)]: p.unlink()
-    for name in ("plugins", "sinks"): shutil.rmtree(self.path/name, ignore_errors=True)
+    for name in ("plugins", "sinks", "token", "practice"): shutil.rmtree(self.path/name, ignore_errors=True)
 
 # %% ../../nbs/run/00_folder.ipynb #ccee0499
 def check_folder(
