@@ -120,7 +120,8 @@ def test_a_round_ahead_that_goes_on_explores_in_all_processes(monkeypatch):
             return policy
     monkeypatch.setattr(learner, "send_acting", lambda acc, method: setattr(method, "fitted", True))
     seen, weights = [], Plays(2, 2).state_dict()
-    run = SimpleNamespace(acc=None, method=Acts(), shell=None, evaluator=SimpleNamespace(player_for=seen.append), play=lambda stage, r, policy, check: [])
+    parts = {"acc": None, "method": Acts(), "shell": None}
+    run = SimpleNamespace(**parts, evaluator=SimpleNamespace(player_for=seen.append), play=lambda stage, r, policy, check: [])
     Practice.play_ahead(run, None, 1, weights)
     assert run.ahead.result() == [] and seen[0].explore and torch.equal(seen[0].weight, weights["weight"])
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MENUS', 'suites', 'meaning', 'menu', 'menu_text', 'comments', 'setting', 'settings', 'entry', 'entry_text', 'listed',
-           'listed_text', 'runs_in', 'runs_text', 'size_of', 'kept', 'kept_text', 'delete']
+           'listed_text', 'load_named', 'runs_in', 'runs_text', 'size_of', 'kept', 'kept_text', 'delete']
 
 # %% ../../nbs/command/02_lists.ipynb #8eae8969
 import os, shutil, time
@@ -13,12 +13,14 @@ from fastcore.docments import docments
 from ..core.config import arguments_of
 from ..core.files import data_folder, read_json
 from ..core.names import closest
+from ..core.plugins import load_plugins
 from ..core.settings import Setting
 from ..crl.all import agents
 from ..cl.all import algos
 from ..envs.all import kinds, streams
 from ..policies.all import policies
 from ..rl.all import methods
+from ..run.parameters import value_of
 from ..run.watch import Run
 from ..train.config import FILLED
 
@@ -107,6 +109,10 @@ def entry_text(name:str)->str:
 
 def listed(name:str)->dict: return menu(name) if name in (*MENUS, "suites") else entry(name)
 def listed_text(name:str)->str: return menu_text(name) if name in (*MENUS, "suites") else entry_text(name)
+
+def load_named(plugins:str):
+    "Load plugins as a command names them: one file or module, or several as a run takes them."
+    load_plugins(value_of("plugins", plugins, list) if plugins.startswith("[") else [*filter(None, [plugins])])
 
 # %% ../../nbs/command/02_lists.ipynb #3b9ccc74
 def runs_in(

@@ -182,17 +182,14 @@ def of_state(command:str, words:Words, o):
 # %% ../../nbs/command/04_main.ipynb #8f9d259b
 def of_lists(command:str, words:Words, o):
     "Menus, runs, or the folder of the data."
-    with loading():
-        from clvla.command import lists
-        from clvla.core.plugins import load_plugins
-        from clvla.run.parameters import value_of
+    with loading(): from clvla.command import lists
     if command == "cache" and o.delete:
         n = lists.delete(o.delete, o.data_dir)
         return dict(deleted=o.delete, bytes=n),f"removed {o.delete}, {n/1e6:.1f} MB"
     if command == "cache": return (rows := lists.kept(o.data_dir)),lists.kept_text(rows, data_folder(o.data_dir))
     names = words.others or ["suites", *lists.MENUS]
     if names == ["runs"]: return (rows := lists.runs_in(o.runs)),lists.runs_text(rows)
-    load_plugins(value_of("plugins", o.plugins, list) if o.plugins.startswith("[") else [*filter(None, [o.plugins])])
+    lists.load_named(o.plugins)
     return {name: lists.listed(name) for name in names},"\n\n".join(map(lists.listed_text, names))
 
 def of_machine(command:str, words:Words, o):
