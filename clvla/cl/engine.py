@@ -225,7 +225,7 @@ def objective_of(
     if objective.requires_grad: return objective
     raise ContractError(
         f"{author(policy)}.forward of task {ctx.task_id!r} gave {shown(ctx.loss)} without a gradient, and no algorithm "
-                        f"adds a penalty with one; expected {LEARNT}")
+        f"adds a penalty with one; expected {LEARNT}")
 
 # %% ../../nbs/cl/01_engine.ipynb #75a18258
 def cl_step(

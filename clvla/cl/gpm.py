@@ -148,7 +148,7 @@ def check_bases(algo:GPM, ctx):
     if wrong:
         raise ValueError(
             f"GPM holds directions of {len(algo.bases)} layers, and {wrong[:3]} are not trained here or have "
-        "other inputs; train the same parameters in every task, and continue a run with its own settings")
+            "other inputs; train the same parameters in every task, and continue a run with its own settings")
 
 # %% ../../nbs/cl/37_gpm.ipynb #6b276714
 def kept_of(

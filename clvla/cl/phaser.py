@@ -80,7 +80,7 @@ class PhaseBuffer(TaskBuffer):
         if any(n is not None and n < self.n_phases for n in share):
             raise ValueError(
                 f"a memory of {min(share)} frames a task has no room for {self.n_phases} phases; raise buffer_size or "
-                             f"total_size, or lower n_phases")
+                f"total_size, or lower n_phases")
 
     def state_dict(self): return super().state_dict()|dict(phase=dict(self.phase))
     def load_state_dict(self, state):

@@ -150,8 +150,7 @@ def _check_known(self:Engine):
         raise ValueError(
             "the steps of AdamW (without amsgrad or maximize), of Adam and of SGD (without momentum or weight "
             f"decay either) are known, found {type(self.raw).__name__} with {changed or 'rules of its own'}; use one "
-            f"of "
-            "the two")
+            "of the two")
 
 # %% ../../nbs/cl/02_probe.ipynb #0c14b55b
 PORTION = 2**26   # numbers that go through a step together: moments of so many are held beside the weights

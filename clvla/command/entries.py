@@ -92,7 +92,7 @@ def read_sweep(
     if not isinstance(said, dict) or not {"grid", "list", "parts", "search"} & said.keys():
         raise ValueError(
             f"{path} is no sweep: expected a list of settings, or a dict with 'grid' or 'list' in it, as in "
-                         "grid: {seed: 0..9}")
+            "grid: {seed: 0..9}")
     for k,v in said.items():
         if k not in KEYS:
             raise ValueError(

@@ -55,8 +55,7 @@ def search_from(
     if {use_of(search.first_trial)[0], use_of(last)[0]} != {"selection"}:
         raise ValueError(
             f"search: starts {search.first_trial} to {last} are not those for selection; settings chosen on starts "
-            f"that are reported "
-                         "would look better than they are. Leave first_trial out")
+            "that are reported would look better than they are. Leave first_trial out")
     for k,v in search.ranges.items(): check_range(k, v)
     return search
 
@@ -171,8 +170,7 @@ def begin_search(
     if wrong := [k for k in about if begun.about.get(k) != about[k]]:
         raise ValueError(
             f"{folder} belongs to another search ({wrong[0]} differs): one that goes on with more trials or other "
-            f"ranges after its best was "
-                         "reported would choose with that in view; choose another folder")
+            "ranges after its best was reported would choose with that in view; choose another folder")
     return begun
 
 # %% ../../nbs/command/09_search.ipynb #1a874a11

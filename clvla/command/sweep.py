@@ -205,12 +205,11 @@ def nodes_for(
     if wanted.get(few, n) != n:
         raise ValueError(
             f"entry {few} wants {wanted[few]} of SLURM's nodes, and others {n}; a job of SLURM has one number of "
-            f"them, so "
-                         "make two sweeps, with different `machines`")
+            "them, so make two sweeps, with different `machines`")
     if n > 1 and engine == "local" and not env.get("SLURM_JOB_ID"):
         raise ValueError(
             f"machines is {n}, nodes that SLURM chooses, and this command is in none of its jobs; use --engine slurm, "
-                         "or name the hosts, as in machines 'alpha,beta'")
+            "or name the hosts, as in machines 'alpha,beta'")
     if n > 1 and engine == "ray":
         raise ValueError(f"machines is {n}, and engine 'ray' has one machine for each entry; use engine slurm")
     return n

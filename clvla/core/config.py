@@ -53,7 +53,7 @@ def long_form(
     if algo not in ("imitation", cl) and cl != "":
         raise ValueError(
             f"algo is {algo!r} and cl is {cl!r}, and in imitation both name the method against forgetting; give it "
-                         "once, as cl")
+            "once, as cl")
     if algo != "imitation": cl = algo
     config = config | dict(algo="imitation", cl="sequential" if cl == "none" else cl)
     both = config.get("algo_kw", {}),config.get("cl_kw", {})

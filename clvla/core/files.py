@@ -158,8 +158,7 @@ def expanded(
     except RuntimeError as e:
         raise ValueError(
             f"{name} is {str(path)!r}, and this user has no home folder (neither $HOME nor an entry in passwd); set "
-            f"HOME, or "
-                         "give another folder: CLVLA_DATA or data_dir for data") from e
+            "HOME, or give another folder: CLVLA_DATA or data_dir for data") from e
 
 def data_folder(
     folder="" # as a user names it; "": $CLVLA_DATA, or ~/.cache/clvla

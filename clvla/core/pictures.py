@@ -43,7 +43,7 @@ def channels_last(
     if not found:
         raise ValueError(
             f"{where}: an array of shape {x.shape} is no picture; expected (h,w,3) or (3,h,w) with 1, 3 or "
-                         f"4 channels{f', in the order {order!r}' if order else ''}")
+            f"4 channels{f', in the order {order!r}' if order else ''}")
     if len(found) > 1:
         raise ValueError(f"{where}: in a picture of shape {x.shape} the first and the last axis could be the channels; "
                          "give it as (h,w,3) with h above 4, or say its order, 'hwc' or 'chw'")
@@ -57,7 +57,7 @@ def _span(x:np.ndarray, where, span)->tuple:
     if x.dtype == np.uint16 or x.shape[-1] == 1:
         raise ValueError(
             f"{where}: a picture of {x.dtype} with {x.shape[-1]} channel(s), values {x.min()}..{x.max()}; it "
-                         "may be depth, or have 10, 12 or 16 bits. Give uint8, or say the ends of its values as `span`")
+            "may be depth, or have 10, 12 or 16 bits. Give uint8, or say the ends of its values as `span`")
     return 0,255
 
 def as_bytes(

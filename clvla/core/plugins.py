@@ -113,8 +113,7 @@ def _check_stems(names):
         if other != path and sha256(other) != sha256(path):
             raise ValueError(
                 f"plugins {str(other)!r} and {str(path)!r} have one name, and the second would take the place of the "
-                f"first; "
-                             "rename one of the files")
+                "first; rename one of the files")
 
 def is_file(name:str)->bool:
     "Whether a plugin is given as a file."

@@ -78,8 +78,7 @@ def _record(path:Path, number:int, line:bytes, sealed:bool)->dict:
     command = shlex.join(["sed", "-i", f"{number}d", str(path)])
     raise ValueError(
         f"line {number} of {path} is damaged: {line[:60].decode(errors='replace')!r} is no record, or was changed "
-        f"after it was written. "
-                     f"Take it out ({command}) and start the same command again; {rest}")
+        f"after it was written. Take it out ({command}) and start the same command again; {rest}")
 
 # %% ../../nbs/core/08_records.ipynb #a8689c55
 def mend_jsonl(

@@ -121,7 +121,7 @@ def settled(
     if not kinds:
         raise TypeError(
             f"no argument of {init.__qualname__} has a Setting as its annotation; write one, as in lam:Number(0)=1., "
-                        "and no `from __future__ import annotations`, which turns it into text")
+            "and no `from __future__ import annotations`, which turns it into text")
     @wraps(init)
     def __init__(self, *args, **kw):
         given = defaults | dict(zip(order, args)) | kw

@@ -36,7 +36,7 @@ def user_key(
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or len(key) != 32:
         raise ValueError(
             f"{path} is not a key that this user alone can read (32 bytes, mode 0600); remove it, and a new one is "
-                         "drawn: runs with code of their own then need trust once more")
+            "drawn: runs with code of their own then need trust once more")
     return key
 
 def _draw_key(path:Path):
@@ -168,8 +168,7 @@ def refusal(
     "The sentence that names what would have run, from where, and how to allow it."
     why = foreign(folder) or "it names more than when this user began it"
     return (f"{folder} is data, not code: {why}, and this would run or follow {plain('; '.join(left))}; read that "
-            f"first, then allow "
-            f"it with -p trust True, or python -m clvla.run --trust {folder}")
+            f"first, then allow it with -p trust True, or python -m clvla.run --trust {folder}")
 
 def check_stored(
     value, # as JSON gives it

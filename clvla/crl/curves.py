@@ -259,7 +259,7 @@ def on_grid(
     if low >= high:
         raise ValueError(
             f"one run's first evaluation is at step {low:g}, and another one's last at {high:g}; they have "
-                         "no steps in common")
+            "no steps in common")
     grid = np.linspace(low, high, 2*max(len(c.steps) for c in runs))
     returns = [[np.interp(grid, c.steps, r) for r in c.returns] for c in runs]
     return Curves(runs[0].task_ids, runs[0].cycles, grid, returns, np.mean([c.ends for c in runs], 0))

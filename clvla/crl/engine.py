@@ -161,7 +161,7 @@ def load_state_dict(self:EngineLanes, state:dict):
         raise ValueError(
             f"{self.spec['name']}: part {state['part']} of the engine came to another place when "
             f"its {len(self.actions)} "
-                         "steps were repeated; the engine has changed. Start in a new run_dir")
+            "steps were repeated; the engine has changed. Start in a new run_dir")
 
 @patch
 def place(self:EngineLanes)->tuple:   # of each environment: number of the part, checksum of what all saw last
@@ -238,8 +238,7 @@ class Batched(Runner):
         without = next(kind_of(spec) for spec in self.specs.values() if not kind_of(spec).engine)
         if not self.n_workers or any(kind_of(spec).engine for spec in self.specs.values()): raise ValueError(
             f"{without.label} has no engine that steps many environments together; take runner='sync', or "
-            f"runner='batched' with "
-            "n_workers processes and no task of an engine beside it")
+            "runner='batched' with n_workers processes and no task of an engine beside it")
         return spaces_of(self.exp, self.cfg.image_size)
 
 # %% ../../nbs/crl/13_engine.ipynb #e1a20008

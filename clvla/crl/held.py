@@ -98,7 +98,7 @@ def check(self:Held, runner):
     if "layers" in self.algo.asks and runner.copies:
         raise ValueError(
             f"{found}: it changes the network's layers, and the processes of runner {runner.cfg.runner!r} hold copies "
-                         "of the first ones; take runner 'sync' or 'batched'")
+            "of the first ones; take runner 'sync' or 'batched'")
     if self.algo.whole_task and (early := self.agent.stops_early):
         raise ValueError(
             f"{found}: it plans with all steps of a task, and {early} leaves out some; leave {early.split()[0]} out")

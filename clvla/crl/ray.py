@@ -104,7 +104,7 @@ def hung(self:RayCrew, m:Member, seconds:float):
     free = self.ray.available_resources().get("CPU", 0)
     raise RuntimeError(
         f"{m.name} did not start within {self.start_timeout:.0f} s; the cluster has {free:g} free cores, "
-                       "and each actor takes one: add a machine, or set n_actors lower")
+        "and each actor takes one: add a machine, or set n_actors lower")
 
 # %% ../../nbs/crl/17_ray.ipynb #c9000012
 class RayActors(Actors):

@@ -112,7 +112,7 @@ def _put(arrays:dict, path:Path, key:str, v, at:int, n:int):
     if not np.can_cast(v.dtype, arrays[key].dtype, "same_kind"):
         raise ValueError(
             f"{path}: {key!r} is {arrays[key].dtype} in the first episode and {v.dtype} in a later one, of which the "
-                         "fractions would be lost; give float32 in all")
+            "fractions would be lost; give float32 in all")
     arrays[key][at:at+len(v)] = v
 
 # %% ../../nbs/data/01_frames.ipynb #cdfa411f

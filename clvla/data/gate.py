@@ -51,7 +51,7 @@ def check_counts(
         if info.get(k) != v:
             raise ValueError(
                 f"{path}: meta/info.json says {k} {info.get(k)!r}, found {v}; a file did not arrive, or is of another "
-                             f"version. {AGAIN}")
+                f"version. {AGAIN}")
     if (numbers := [r["episode_index"] for r in episodes]) != list(range(len(n))):
         raise ValueError(f"{path}: meta/episodes has episodes {str(numbers)[:80]}, data/ has 0..{len(n)-1}. {AGAIN}")
     for e,(r,start,k) in enumerate(zip(episodes, starts, n)):
@@ -62,7 +62,7 @@ def check_counts(
         if r.get("tasks") and text not in [normalize("NFC", name) for name in r["tasks"]]:
             raise ValueError(
                 f"{path}: meta/episodes says of episode {e}: tasks {r['tasks']!r:.200}, its rows have the instruction "
-                             f"{text!r:.200}. {AGAIN}")
+                f"{text!r:.200}. {AGAIN}")
 
 # %% ../../nbs/data/11_gate.ipynb #2621db0f
 def check_data_files(path, info:dict, rows:Rows, episodes:list):
@@ -132,13 +132,13 @@ def film_span(
            for c,t in SPAN.items()) or type(end) is not float or not 0 <= got["from_timestamp"]*fps < 1e12:
         raise ValueError(
             f"{path}: meta/episodes says of episode {e}, {key}: {got | dict(to_timestamp=end)}; expected are whole "
-                         "numbers and times. Fetch the data set again")
+            "numbers and times. Fetch the data set again")
     start = got.pop("from_timestamp")
     if not abs(end-start-n/fps) <= .5/fps:
         raise ValueError(
             f"{path}: meta/episodes gives episode {e} the span {start:.3f}..{end:.3f} s of {key}, which "
             f"is {end-start:.3f} "
-                         f"s long; its {n} rows at {fps} a second take {n/fps:.3f} s. {AGAIN}")
+            f"s long; its {n} rows at {fps} a second take {n/fps:.3f} s. {AGAIN}")
     return Path(path)/file_at(info.get("video_path"), f"{path}: 'video_path' of meta/info.json", video_key=key,
                               **got),start,end
 
@@ -158,13 +158,12 @@ def check_spans(
             raise ValueError(
                 f"{file} is {films[file].end:.3f} s long and ends before episode {parts[-1][2]} does, "
                 f"at {parts[-1][1]:.3f} s; "
-                             "was it cut off? Fetch the data set again")
+                "was it cut off? Fetch the data set again")
         for (_,end,e),(start,_,after) in zip(parts, parts[1:]):
             if start < end-.5/fps:
                 raise ValueError(
                     f"{path}: the spans of episodes {e} and {after} in {key} overlap: one ends at {end:.3f} s, the "
-                    f"other "
-                                 f"begins at {start:.3f} s, so that pictures would be shown with both. {AGAIN}")
+                    f"other begins at {start:.3f} s, so that pictures would be shown with both. {AGAIN}")
 
 # %% ../../nbs/data/11_gate.ipynb #557b56ba
 def declared_size(
@@ -190,7 +189,7 @@ def check_size(
     if (want := declared_size(feature)) is not None and tuple(want) != tuple(size):
         raise ValueError(
             f"{at}: a picture is {size[0]} x {size[1]} (height x width), meta/info.json says {want[0]} x {want[1]}; "
-                         "correct 'features' there, or fetch the data set again")
+            "correct 'features' there, or fetch the data set again")
 
 def first_picture(file, key:str):
     "The header of the first picture file in a column: size and mode; None when the file has no rows."

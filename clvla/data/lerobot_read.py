@@ -45,7 +45,7 @@ def camera_map(
     if not fronts:
         raise ValueError(
             f"{at}: {pics} hold depth, or are called so, and a policy needs a camera with colours; name the "
-                         "front camera with `cameras={ours: theirs}` if one of them is meant")
+            "front camera with `cameras={ours: theirs}` if one of them is meant")
     front = IMAGE if IMAGE in fronts else fronts[0]
     return {IMAGE: front, **{k: k for k in shown if k not in (front, IMAGE) and k.startswith(IMAGES)}}
 
@@ -125,9 +125,8 @@ def _by_time(frames, e:Episode, start:float, rate:float, file)->tuple:
         if t > want[len(got)]: break
     raise ValueError(
         f"{file} has {rate:g} pictures a second and none at the time of frame {len(got)} of episode {e.number}, "
-                     f"{want[len(got)]:.4f} s: the nearest is {near:.4f} s away, LeRobot allows {TOLERANCE} s; "
-                     f"encode the video at "
-                     "the data set's fps")
+        f"{want[len(got)]:.4f} s: the nearest is {near:.4f} s away, LeRobot allows {TOLERANCE} s; "
+        "encode the video at the data set's fps")
 
 # %% ../../nbs/data/15_lerobot_read.ipynb #597b4917
 def _numbers(column, where:str, feature:dict)->np.ndarray:
@@ -146,7 +145,7 @@ def _numbers(column, where:str, feature:dict)->np.ndarray:
         t,k = bad[0].tolist()
         raise ValueError(
             f"{where}: number {k} of frame {t} is {x[t,k]}, and a policy can learn from finite numbers only; mend or "
-                         "delete the episode")
+            "delete the episode")
     return x
 
 def _picture(data, size, shape, where:str)->np.ndarray:
@@ -211,8 +210,7 @@ def _beyond_memory(index:Index, wanted:list, cams:dict, size, at):
     if needs > free:
         raise ValueError(
             f"{at}: the longest episode takes {needs/2**30:.1f} GB of memory to decode, {free/2**30:.1f} GB are "
-            f"free; choose "
-                         "a smaller image_size, or split the episode")
+            "free; choose a smaller image_size, or split the episode")
 
 # %% ../../nbs/data/15_lerobot_read.ipynb #2f1319cd
 def _decoded(index:Index, cams:dict, wanted:list, size, more=()):

@@ -95,13 +95,13 @@ def decode_image(
     if mode not in ("RGB", "RGBA", "L"):
         raise ValueError(
             f"{where} has pixels of form {img.mode!r}, more than 8 bits: depth, or a raw picture. Expected "
-                         "are 8 bits of colours or of grey; leave the column out, or store 8 bits")
+            "are 8 bits of colours or of grey; leave the column out, or store 8 bits")
     if img.getexif().get(ORIENTATION) is not None: img = ImageOps.exif_transpose(img)
     x = as_picture(np.asarray(img if img.mode == mode else img.convert(mode)), where, order="hwc")
     if shape is not None and x.shape[:2] != tuple(shape):
         raise ValueError(
             f"{where}: a picture is {x.shape[0]} x {x.shape[1]} (height x width), expected {shape[0]} x {shape[1]} as "
-                         "meta/info.json says; a camera has one size in a data set")
+            "meta/info.json says; a camera has one size in a data set")
     return x if size is None else squeezed(x, size)
 
 def squeezed(

@@ -171,8 +171,7 @@ def fetch(
             return out   # None: it does not say
         raise ValueError(
             f"{out} holds revision {there!r} of {org}/{name}, and {revision!r} would lie in the same folder; take "
-            f"another "
-                         "data folder (CLVLA_DATA), or name the revision by its hash")
+            "another data folder (CLVLA_DATA), or name the revision by its hash")
     require("huggingface_hub", "lerobot")
     from huggingface_hub import snapshot_download
     try: snapshot_download(f"{org}/{name}", repo_type="dataset", revision=revision, local_dir=str(out),

@@ -45,14 +45,14 @@ def read_rows(
         if lack := [k for k in needed if k not in there]:
             raise ValueError(
                 f"{file} lacks columns {lack}, which 'features' of meta/info.json names; fetch the data set "
-                             "again")
+                "again")
     cols = {k: [t[k].to_numpy() for t in tables] for k in ("index", "timestamp", *COUNTED)
             if all(k in t.column_names for t in tables)}
     cols = {k: np.concatenate(v) for k,v in cols.items()}
     if wrong := [f"{k} {v.dtype}" for k,v in cols.items() if v.dtype.kind not in "iu" and k != "timestamp"]:
         raise ValueError(
             f"{path}: the counts in data/ must be whole numbers, found {', '.join(wrong)}; fetch the data set "
-                         "again")
+            "again")
     if not len(cols["frame_index"]): raise ValueError(f"{path}: data/ has no rows; fetch the data set again")
     return Rows(*(cols.get(k) for k in (*COUNTED, "index", "timestamp")), [len(t) for t in tables])
 
@@ -87,13 +87,12 @@ def check_rows(
         raise ValueError(
             f"{path}: the rows of data/ belong to "
             f"episodes {numbers[:12].tolist()}{' ...' if len(numbers) > 12 else ''} in "
-                         f"this order, expected is 0, 1, 2 ... with the rows of each together; {AGAIN}")
+            f"this order, expected is 0, 1, 2 ... with the rows of each together; {AGAIN}")
     if rows.index is not None and (wrong := np.flatnonzero(rows.index != np.arange(len(rows.index)))).size:
         i = int(wrong[0])
         raise ValueError(
             f"{path}: row {i} of data/ has index {rows.index[i]}, expected {i}; rows or a file are missing, or stand "
-            f"in "
-                         f"another order. {AGAIN}")
+            f"in another order. {AGAIN}")
     if lost := sorted({*np.unique(rows.task).tolist()}-{*said}):
         raise ValueError(f"{path}: data/ has frames of instruction {lost[0]}, meta/tasks.parquet has {sorted(said)}; "
                          "fetch the data set again")
@@ -115,11 +114,11 @@ def check_times(
         i = int(wrong[0])
         raise ValueError(
             f"{path}: in episode {rows.episode[i]} time runs backwards, from {t[i]:g} s at frame {within[i]} to "
-                         f"{t[i+1]:g} s; two recordings may have become one episode. {AGAIN}")
+            f"{t[i+1]:g} s; two recordings may have become one episode. {AGAIN}")
     steps = np.diff(t.astype(np.float64))[within[1:] > 0]
     step = float(np.median(steps)) if len(steps) else 0.
     if step > 0 and not .5 <= step*fps <= 2:
         raise ValueError(
             f"{path}: rows are {step:.4g} s apart by their 'timestamp', 'fps' of meta/info.json is {fps:g}, "
             f"so {1/fps:.4g} s "
-                         f"are expected; correct one of them. {AGAIN}")
+            f"are expected; correct one of them. {AGAIN}")

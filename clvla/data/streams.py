@@ -33,7 +33,7 @@ class Task:
             raise ValueError(
                 f"task {self.id!r}: a budget of {self.budget} steps cannot end (at a thousand a "
                 f"second {self.budget//31_536_000_000:,} "
-                             f"years); set it to {10**11} or less")
+                f"years); set it to {10**11} or less")
         if type(self.trained) is not bool:
             raise ValueError(f"task {self.id!r}: trained is true or false, found {self.trained!r}")
 

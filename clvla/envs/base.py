@@ -146,7 +146,7 @@ def _restore_env(self:Env,
 def _no_snapshot(self:Env, reuse):
     raise NotImplementedError(
         f"environments of kind {self.kind!r} have no snapshots; begin the trial again with reset, and "
-                              "repeat its actions")
+        "repeat its actions")
 
 # a worker in another interpreter has no fastcore, and so no `patch`
 Env.save,Env.restore,Env._save = _save_env,_restore_env,_no_snapshot

@@ -26,7 +26,7 @@ def send(sock, **message):
         most = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         raise ValueError(
             f"a message of {len(text)} bytes with {', '.join(message)} is longer than the socket carries, which is "
-                         f"less than {most}; put what is long into a file, and send its path") from None
+            f"less than {most}; put what is long into a file, and send its path") from None
 
 class _Buffer(threading.local):
     "A thread's memory for what it receives: a new megabyte for each message costs the system more than the message."

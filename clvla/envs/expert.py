@@ -25,8 +25,7 @@ def plan_of(
     try: here = env.save()
     except NotImplementedError: raise ContractError(
         f"{env.task_id}: a plan of the expert needs snapshots, and environments of kind {env.kind!r} have none; let "
-        f"the "
-        "expert take over by time (late), or from the first step (gate 0)") from None
+        "the expert take over by time (late), or from the first step (gate 0)") from None
     actions,env.is_seen = [],False   # nobody looks
     try:
         while len(actions) < n and not env.ended:

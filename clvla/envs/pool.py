@@ -243,8 +243,8 @@ def _share_memory(self:EnvPool, facts:list):
         raise ValueError(
             f"{len(self)} environments with pictures of {self.sizes} pixels and chunks of {self.H} steps "
             f"need {needed:.0f} GB, "
-                         f"and this machine has {there:.0f} GB; take smaller pictures (image_size), or fewer rows at "
-                         f"a time (rows_per_task)")
+            f"and this machine has {there:.0f} GB; take smaller pictures (image_size), or fewer rows at "
+            f"a time (rows_per_task)")
     self._memory = self.supervisor.share_memory(layout, like)
     self._watch = [()]*len(self)   # of each slot's last chunk: the steps whose observations are wanted
     self._guided = [False]*len(self) # whether an expert had a part in it

@@ -185,8 +185,7 @@ def by_task(results:list)->pd.DataFrame:
 
 # %% ../../nbs/eval/12_audit.ipynb #1ebc75d0
 ABOUT = ("All of this is about the policies that were tried. How other trainings by the same methods would compare, "
-         "episodes "
-         "of one training each cannot say; seeds can (clvla compare).")
+         "episodes of one training each cannot say; seeds can (clvla compare).")
 
 def scenes(results:list)->list:
     "A sentence, where one was played under a perturbation and another was not, or under another one."

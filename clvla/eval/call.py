@@ -65,7 +65,7 @@ def chunk_of(
         if row.trial is None or torch.isfinite(x).all(): continue
         raise ContractError(
             f"{author(policy)}.predict_chunk of task {row.task.id!r} gave numbers that are not finite (trial "
-                            f"{row.trial}, step {row.steps}), expected finite ones; did the training diverge?")
+            f"{row.trial}, step {row.steps}), expected finite ones; did the training diverge?")
     return chunk
 
 # %% ../../nbs/eval/03_call.ipynb #9d30aa02

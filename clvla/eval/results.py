@@ -66,7 +66,7 @@ def of_episodes(name:str, form:str, rows:pd.DataFrame)->Results:
     if (twice := known.duplicated(["task", "trial", "seed"])).any():
         raise ValueError(
             f"{name}: task, trial, seed = {tuple(known[twice].iloc[0][['task', 'trial', 'seed']])} is there twice; "
-                         "give each episode once, or a seed to each repetition")
+            "give each episode once, or a seed to each repetition")
     counts = rows.groupby("task", sort=False).success.agg(k="sum", n="count")
     lacks = [] if rows.trial.notna().all() else ["it does not say which initial state an episode had, so nothing pairs"]
     if (seeds := rows.seed.nunique()) > 1:
@@ -223,7 +223,7 @@ def rows_of_openvla(name:str, lines)->list:
             if (said := int(value.split()[0])) != found:
                 raise ValueError(
                     f"{name}: behind episode {len(rows)} the file says {kind}: {said}, and its lines give {found}; "
-                                 "expected one whole evaluation")
+                    "expected one whole evaluation")
     return rows
 
 # %% ../../nbs/eval/11_results.ipynb #ec4d7740

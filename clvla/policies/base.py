@@ -174,7 +174,7 @@ def encoded(
     if rows and not wrong: return ctx
     raise ContractError(
         f"{author(policy)}.encode gave {', '.join(wrong) or shown(ctx)} for {B} observations, expected a Context "
-                        f"with pooled ({B},D), tokens ({B},L,D) or None, mask ({B},L) or None")
+        f"with pooled ({B},D), tokens ({B},L,D) or None, mask ({B},L) or None")
 
 # %% ../../nbs/policies/00_base.ipynb #b6a25348
 def camera_pixels(

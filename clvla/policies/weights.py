@@ -152,8 +152,7 @@ def check_stored(
     if theirs != ours and sorted(theirs) == sorted(ours):
         raise ValueError(
             f"{folder} was trained with the cameras in the order {theirs}, this policy has {ours}, and one camera "
-            f"would "
-                         f"get the weights of another; build it in that order: model_kw={{'cameras': {theirs}}}")
+            f"would get the weights of another; build it in that order: model_kw={{'cameras': {theirs}}}")
     if policy.base and "base" in about and policy.base["sha256"] != about["base"]["sha256"]:
         raise ValueError(f"{folder} was trained on other frozen weights (sha256 {about['base']['sha256'][:12]}) than "
                          f"this policy has ({policy.base['sha256'][:12]}); {fits}")

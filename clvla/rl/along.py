@@ -59,8 +59,8 @@ def check_along(
     if not method.hooks:
         raise ValueError(
             f"practice along a stream calls the hooks of cl in each update, and {cfg.algo!r} has updates of "
-                         "its own, which call none (`hooks` is False); take another algo, or practise the tasks "
-                         "together")
+            "its own, which call none (`hooks` is False); take another algo, or practise the tasks "
+            "together")
     if cfg.cl != "none" and method.unheld: raise ValueError(f"cl {cfg.cl!r} cannot hold {cfg.algo!r}: {method.unheld}")
     if len(stream) < 2:
         raise ValueError(f"a stream is two tasks or more, found {stream.ids}; name more of them, as in suite='mw5', or "

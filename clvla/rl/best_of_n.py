@@ -187,8 +187,7 @@ def planned(
     gap = (draws[:,:len(played)]-played).flatten(1).abs().amax(1)
     if gap.min() > within: raise ValueError(
         f"the executed chunk differs from all draws, from the nearest by {gap.min():.3g}; were policy, processor or "
-        f"seed changed "
-        "since the attempts were made?")
+        "seed changed since the attempts were made?")
     return gap.argmin().item()
 
 # %% ../../nbs/rl/17_best_of_n.ipynb #e0231f34

@@ -180,7 +180,7 @@ def restrict(
     if policy.lora:
         raise ValueError(
             f"trains is {trains!r}, and the base has adapters, which learn beside its head as they are; set "
-                         "trains to 'all', or merge them first")
+            "trains to 'all', or merge them first")
     if trains == "lora":
         add_lora(policy, rank, alpha, seed=seed)
         return
@@ -217,7 +217,7 @@ class Cloning(Method):
         if self.trains != "all" and cfg.lora_rank:
             raise ValueError(
                 f"trains is {self.trains!r}, and the base has adapters by lora_rank {cfg.lora_rank}, which learn "
-                             "beside its head as they are; set trains to 'all' or lora_rank to 0")
+                "beside its head as they are; set trains to 'all' or lora_rank to 0")
 
     def prepare(self, ctx):
         super().prepare(ctx)
@@ -287,7 +287,7 @@ def guard(self:Cloning, loss)->bool:
     if loss.isfinite() and norm.isfinite(): return True
     raise FloatingPointError(
         f"loss {loss.item()}, gradient norm {norm.item()} at update {self.k} of practice; lower lr "
-                             f"(now {self.lr:.2g}) or clip (now {self.ctx.cfg.clip}) in a new run_dir")
+        f"(now {self.lr:.2g}) or clip (now {self.ctx.cfg.clip}) in a new run_dir")
 
 # %% ../../nbs/rl/11_cloning.ipynb #c11000b2
 @patch

@@ -68,8 +68,7 @@ def check_round(
         say(text)
     for task_id,(own,demo) in saturated(episodes, demo_actions).items():
         say(f"{100*own:.0f} % of the numbers in the actions at {task_id!r} are at or beyond their bounds of -1 and "
-            f"1, in "
-            f"the demonstrations {100*demo:.0f} %: what is beyond is clipped; lower lr, std or updates")
+            f"1, in the demonstrations {100*demo:.0f} %: what is beyond is clipped; lower lr, std or updates")
 
 # %% ../../nbs/rl/24_faults.ipynb #c2400014
 def frozen_hash(
@@ -103,4 +102,4 @@ def check_unchanged(
            f"the bits of {', '.join([n for n,a,b in zip(sorted(policy.frozen), known, now) if a != b][:3])} have another sum"
     raise RuntimeError(
         f"the frozen weights of the policy changed while it practised: {said}. Something trains them; nothing of "
-                       "this round was kept")
+        "this round was kept")

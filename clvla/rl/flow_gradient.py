@@ -101,8 +101,7 @@ def check_flow(
     "ValueError for a head whose steps cannot be drawn here."
     if type(head) is not FlowHead: raise ValueError(
         f"policy {name!r} has a {type(head).__name__}, and the steps of a FlowHead are what can be drawn here; take "
-        f"a model of that head, "
-        "or algo choice_ppo, which works with any head that draws")
+        "a model of that head, or algo choice_ppo, which works with any head that draws")
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #f43e166d
 class FlowPolicy(FrozenPolicy):

@@ -60,7 +60,7 @@ def check_practice(
     if cfg.held_out:
         raise ValueError(
             f"held_out {cfg.held_out} leaves demonstrations out of training, and practice goes on with all of them; "
-                                      "set held_out to 0")
+            "set held_out to 0")
     if cfg.curve_points:
         raise ValueError(
             f"curve_points {cfg.curve_points} are evaluations inside a task, and practice is evaluated before and after; "

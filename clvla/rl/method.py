@@ -81,7 +81,7 @@ def check_method(method:Method, cfg):
     if cfg.head in heads and heads[cfg.head].discrete:
         raise ValueError(
             f"practice needs actions that are numbers, and head {cfg.head!r} chooses among classes; take a "
-                         "stream with continuous actions")
+            "stream with continuous actions")
     if cfg.head in heads and not method.fits(cfg.head):
         raise ValueError(f"{cfg.algo} needs draws, and head {cfg.head!r} has one answer to an observation; take algo "
                          f"{method_for(cfg.head)!r} (-p algo {method_for(cfg.head)}), or a head that draws where the "
@@ -91,16 +91,16 @@ def check_method(method:Method, cfg):
     if cfg.precision == "fp16":
         raise ValueError(
             "precision 'fp16' needs gradients that are scaled, and practice does not scale them; set precision "
-                         "to 'bf16' or 'no'")
+            "to 'bf16' or 'no'")
     if cfg.overlap and cfg.precision == "tf32":
         raise ValueError(
             "precision 'tf32' is a switch of the whole process, and with overlap what plays and what learns "
-                         "would switch it at the same time; set precision to 'bf16' or 'no', or leave overlap out")
+            "would switch it at the same time; set precision to 'bf16' or 'no', or leave overlap out")
     if cfg.machines or cfg.strategy != "ddp":
         raise ValueError(
             f"practice has its processes on one machine, each with whole weights; found machines {cfg.machines!r} "
-                         f"and strategy {cfg.strategy!r}; leave them out")
+            f"and strategy {cfg.strategy!r}; leave them out")
     if cfg.overlap and method.own_only:
         raise ValueError(
             f"overlap plays a round by the weights of the round before, and {cfg.algo!r} learns from attempts of "
-                         "its present weights alone; leave overlap out")
+            "its present weights alone; leave overlap out")

@@ -91,9 +91,8 @@ def check_memory(capacity:int, fields:dict, device, gb:float=0.):
     if whole > gb:
         raise ValueError(
             f"a replay of {capacity} states of {row/1e6:.3g} MB needs {whole:.3g} GB, and {device} has {gb:.3g} GB; "
-            f"lower "
-                         f"capacity, to at most {int(gb/1.5/row*1e9)}, or let the states hold less (as reads 'token' "
-                         f"does)")
+            f"lower capacity, to at most {int(gb/1.5/row*1e9)}, or let the states hold less (as reads 'token' "
+            f"does)")
 
 # %% ../../nbs/rl/02_replay.ipynb #c9b79832
 def check_values(
@@ -279,7 +278,7 @@ def row_of(self:Replay, task:int, i:int)->int:
     if k >= 0: raise ValueError(f"task {task} has {self.arrived(task)} transitions, asked for number {i}")
     raise ValueError(
         f"transition {i} of task {task} is remembered, and the replay of {self.capacity} states has lost the first "
-                     f"{self.left[task]} of it; raise capacity")
+        f"{self.left[task]} of it; raise capacity")
 
 # %% ../../nbs/rl/02_replay.ipynb #f8ede484
 @patch

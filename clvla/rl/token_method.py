@@ -169,8 +169,7 @@ def finish(self:TokenMethod):
         except RuntimeError as e:
             if self.repeats > 1:
                 e.add_note("where no attempt is better than the others from its start, nothing is learnt: practise a "
-                           "task at which the base "
-                                            "sometimes succeeds and sometimes fails")
+                           "task at which the base sometimes succeeds and sometimes fails")
             raise
 
 # %% ../../nbs/rl/13_token_method.ipynb #bb53b406

@@ -31,8 +31,7 @@ def check_base(
     able = [k for k,family in policies.items() if has_head(family)]
     raise ValueError(
         f"model is {name!r}, whose class {policies[name].__name__} has a chunks or predict_chunk of its own; a token "
-        f"method "
-                     f"reads head.sample(encode(obs)) instead. Take a model of {', '.join(able)}, or algo 'cloning'")
+        f"method reads head.sample(encode(obs)) instead. Take a model of {', '.join(able)}, or algo 'cloning'")
 
 # %% ../../nbs/rl/12_token_policy.ipynb #c1200018
 SIZES = "image_size","state_dim","action_dim","H","head"

@@ -175,8 +175,7 @@ def whole_state(
     except KeyError as e:
         raise ValueError(
             f"{checkpoint} lacks {e}, which this run's algorithm or model stores: it was written with other settings "
-            f"or by "
-                         "another version; take the settings and the version of that run, or begin a new run_dir") from e
+            "or by another version; take the settings and the version of that run, or begin a new run_dir") from e
 
 # %% ../../nbs/run/01_checkpoint.ipynb #c36aa2e9
 def latest_checkpoint(

@@ -240,7 +240,7 @@ def gone_error(self:RunFolder)->FileNotFoundError:
     "What to raise when the folder was moved or removed under a process that works in it."
     return FileNotFoundError(
         f"{self.path} is gone: it was moved or removed while this run went on; start the same command with the folder "
-                             "where it is now, and the run goes on from its newest checkpoint")
+        "where it is now, and the run goes on from its newest checkpoint")
 
 # %% ../../nbs/run/00_folder.ipynb #b403f02c
 @patch

@@ -50,7 +50,7 @@ def chosen_gpus(
     if max(numbers) < here: return len(numbers)
     raise ValueError(
         f"gpus is {cfg.gpus!r}, and this machine has {here} of them (the first is 0); name others, or leave "
-                     "it out")
+        "it out")
 
 # %% ../../nbs/run/30_machine.ipynb #93436e52
 def use_gpus(
@@ -98,13 +98,12 @@ def check_gpus(
     if cfg.precision in ("fp16", "tf32") and not gpus:
         raise ValueError(
             f"precision {cfg.precision!r} needs a GPU, and this run trains on the CPU, where it would be float32 "
-            f"without "
-                         "a word; set precision to 'no' or 'bf16'")
+            "without a word; set precision to 'no' or 'bf16'")
     if gpus and cfg.num_processes > gpus:
         raise ValueError(
             f"num_processes is {cfg.num_processes} on each machine, and this one has {gpus} GPUs; use at "
             f"most {gpus}, or "
-                         "device 'cpu'")
+            "device 'cpu'")
     return gpus
 
 # %% ../../nbs/run/30_machine.ipynb #d0656556
@@ -126,7 +125,7 @@ def check_machine(
     if cfg.threads > 4*cores:
         raise ValueError(
             f"threads is {cfg.threads}, and this machine has {cores} cores; use at most {4*cores} (four to a core), "
-                         f"{cores} are fastest")
+            f"{cores} are fastest")
     machine_gb = machine_gb or memory_gb()
     process_gb = process_gb or min(1, resident_gb())
     if n > 1 and n*process_gb > machine_gb:

@@ -27,7 +27,7 @@ def check_job(
     found = f"its job has {have}" if 0 < have < n else "this process is not on the first node of a SLURM job"
     raise ValueError(
         f"machines is {n}, so SLURM chooses {n} nodes, and {found}; start it by clvla sweep --engine slurm, or in "
-                     f"a script behind sbatch --nodes={n}, or name the hosts, as in machines 'alpha,beta'")
+        f"a script behind sbatch --nodes={n}, or name the hosts, as in machines 'alpha,beta'")
 
 # %% ../../nbs/run/24_nodes.ipynb #b044bf0a
 def slurm_says(*words)->str:
@@ -35,7 +35,7 @@ def slurm_says(*words)->str:
     if shutil.which(words[0]) is None:
         raise RuntimeError(
             f"SLURM's command {words[0]} is needed, and this machine has none; start the sweep where jobs are "
-                           "submitted, or with engine 'local'")
+            "submitted, or with engine 'local'")
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode: raise RuntimeError(f"{words[0]} refuses: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip()

@@ -56,7 +56,7 @@ def from_page(
     if "_parameters" in names:
         raise ValueError(
             "the parameters of this page were taken already; run the page again from its first cell (Run All), "
-                         "so that a parameter which you took out is not taken once more")
+            "so that a parameter which you took out is not taken once more")
     given = {k: v for k,v in names.items() if k not in seen and not k.startswith("_") and k not in NOT_PARAMETERS}
     names["_parameters"] = tuple(given)
     return make_config(cls, fitted(cls, given, file, beside) if file else given)

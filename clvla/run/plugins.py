@@ -99,8 +99,7 @@ def check_changed(cfg):
         if "copy" in entry and _differs(name, entry):
             raise ValueError(f"plugin {name} has changed since this run began. To go on with the old one, put it back "
                              f"({entry['copy']} is its copy) or call `python -m clvla.run {cfg.run_dir}`; for the "
-                             f"new one "
-                             "choose another run_dir")
+                             "new one choose another run_dir")
 
 def _differs(file, entry:dict)->bool:
     "Whether a file is there and has another content than the stored one."

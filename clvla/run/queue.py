@@ -93,8 +93,7 @@ def _check_same(self:Queue, old:list):
         shared = ", with other settings that all share" if b and a.own == b.own else ""
         raise ValueError(f"{self.folder} belongs to another sweep: entry {a.number} was {a.experiment} {a.own} there, "
                          f"and is {now} now{shared}; choose another folder, or the sweep as it was (entries may be "
-                         f"added "
-                         "at its end)")
+                         "added at its end)")
 
 @patch
 def begin(self:Queue):

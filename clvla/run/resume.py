@@ -73,7 +73,7 @@ def load_into(
     if not names:
         raise FileNotFoundError(
             f"{checkpoint} is gone: it was moved or removed while it was read; start the same command with "
-                                          "the folder where it is now")
+            "the folder where it is now")
     generators = load_state(generators_of(checkpoint, rank))   # first: a learner is changed as a whole or not at all
     with whole_state(checkpoint):
         learner.load_state_dict({name: load_state(checkpoint/f"{name}.safetensors") for name in names})

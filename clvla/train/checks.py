@@ -103,8 +103,7 @@ def check_cut(
         x = processor({ACTION: store.action})[ACTION].abs()
         if (far := float(x.max())) <= 1.001: continue
         found = (f"actions of task {task_id!r} reach {far:.3g} times the range of the statistics, and {name} gives "
-                 f"none beyond it: "
-                 f"{float((x > 1.001).any(1).float().mean()):.0%} of its frames would be cut off")
+                 f"none beyond it: {float((x > 1.001).any(1).float().mean()):.0%} of its frames would be cut off")
         lines.append(refuse_or_say("range", accept, found, "take the statistics of all tasks (stats='global'),"))
     return lines
 

@@ -152,7 +152,7 @@ class TrainConfig(DataSettings, PolicySettings, LearningSettings, EvaluationSett
         if filled := sorted({*FILLED} & {*(given.get("model_kw") or {})}):
             raise ValueError(
                 f"model_kw has {filled[0]!r}, which follows from image_size, chunk and head of the run and "
-                             "from its data; leave it out of model_kw")
+                "from its data; leave it out of model_kw")
         model = given.get("model", cls.model)
         own = super().settings(given | dict(cl=given.get("cl") or cls.cl or CL))
         return own | dict(model_kw=(f"model {model!r}", settings_of(policies[model], FILLED)))
@@ -173,7 +173,7 @@ def check_suite(cfg:TrainConfig):
     if not cfg.suite:
         raise ValueError(
             f"suite is {cfg.suite!r}; name a registered stream (suite='mw5'), a folder of a LeRobot data set, "
-                         "or an inline stream (suite={'base': 'mw5', 'num_tasks': 2})")
+            "or an inline stream (suite={'base': 'mw5', 'num_tasks': 2})")
 
 # %% ../../nbs/train/00_config.ipynb #c0a0000a
 def stream_for(

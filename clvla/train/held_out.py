@@ -24,7 +24,7 @@ def held_episodes(
     if n < 2:
         raise ValueError(
             f"held_out {share:g} leaves demonstrations out, and task {task_id!r} has {n}; it needs 2 or more: record "
-                               "more, or set held_out to 0")
+            "more, or set held_out to 0")
     k = min(n-1, max(1, round(share*n)))
     return np.sort(np_rng(0, "held_out", task_id).permutation(n)[:k])
 

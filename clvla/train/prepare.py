@@ -68,7 +68,7 @@ def check_init(
     if (path/"config.json").exists() and (path/"checkpoints").exists():
         raise ValueError(
             f"init_from {path} is the folder of a run; name one of its checkpoints, as in {path}/checkpoints/"
-                         f"{max((p.name for p in (path/'checkpoints').glob('[0-9]*')), default='001-TASK')}")
+            f"{max((p.name for p in (path/'checkpoints').glob('[0-9]*')), default='001-TASK')}")
     sealed = (path/"manifest.json").exists() or (path/"state.safetensors").exists()
     if sealed and (wrong := check_checkpoint(path)):
         raise ValueError(f"init_from: checkpoint {path} is not whole: {'; '.join(wrong)}; name another one")
@@ -80,7 +80,7 @@ def check_init(
                   if k in its and its[k] != v]:
         raise ValueError(
             f"init_from {path} holds another policy: {'; '.join(differ)}; set the checkpoint's values, or name "
-                         "another one")
+            "another one")
 
 def policy_settings(cfg:TrainConfig)->dict:
     "What a checkpoint's policy must have in common with a run's."

@@ -176,7 +176,7 @@ def _check_starts(self:GymEnv):
     if not alike(first, self.seen):
         raise ContractError(
             f"{whose(self, 'reset')} gave two different observations for one seed, expected that a start follows "
-                            "from its seed: draw from self.np_random, after super().reset(seed=seed)")
+            "from its seed: draw from self.np_random, after super().reset(seed=seed)")
 
 def alike(a, b)->bool:
     "Whether two observations are equal, up to rounding."

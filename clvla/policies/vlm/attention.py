@@ -64,7 +64,7 @@ def refuse_cpu(vlm, *args):
     if next(vlm.parameters()).device.type == "cpu":
         raise ValueError(
             f"attention is {FLASH!r}, which needs a GPU, and the weights of {type(vlm).__name__} lie on the "
-                         "CPU; set attention to 'sdpa', or leave it out, which takes what suits the device")
+            "CPU; set attention to 'sdpa', or leave it out, which takes what suits the device")
 
 # %% ../../../nbs/policies/vlm/11_attention.ipynb #16939264
 def watch_attention(

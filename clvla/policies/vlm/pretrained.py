@@ -146,8 +146,7 @@ def open_folder(
     if kernel := hub_kernel(about):
         raise ValueError(
             f"{path}/config.json names {kernel!r} as the way to compute attention: transformers would fetch that "
-            f"from the "
-                         "hub and run it; take that line out")
+            "from the hub and run it; take that line out")
     for what,some in dict(tokenizer=TOKENIZER, pictures=PICTURES).items():
         if not set(some) & set(names):
             raise ValueError(f"{path} has no file for the {what}: none of {', '.join(some)}; {AGAIN}")

@@ -280,8 +280,8 @@ def guard_steps():
         if "registry_name" not in entry and not where.startswith(("lerobot.", "clvla.")):
             raise ValueError(
                 f"the stored processor names the step {where!r}, and a folder's files say nothing of what is imported; "
-                             "register it (ProcessorStepRegistry) in a package that --plugin.discover_packages_path "
-                             "names")
+                "register it (ProcessorStepRegistry) in a package that --plugin.discover_packages_path "
+                "names")
         step,key = lookup(cls, entry)
         if not (isinstance(step, type) and issubclass(step, ProcessorStep)):
             raise ValueError(f"{where or key!r} is no processor step")
