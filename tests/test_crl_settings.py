@@ -82,3 +82,11 @@ def test_a_smoke_run_of_what_a_run_takes_begins(tmp_path, kw, n_envs, horizon):
     cfg = resolve_agent(AgentConfig(suite=DOTS, smoke=True, run_dir=str(tmp_path/"run"), **kw))
     assert (cfg.algo_kw["n_envs"], cfg.algo_kw["horizon"]) == (n_envs, horizon)
     check_agent(cfg)
+
+
+@pytest.mark.parametrize("n_envs", [0, -2, 2.5, "x"])
+def test_a_smoke_run_leaves_nonsense_to_the_agent(tmp_path, n_envs):
+    "Its smaller numbers were computed with it, and ended in a division by zero."
+    from clvla.crl.learner import check_agent
+    given = dict(suite=DOTS, smoke=True, algo_kw=dict(n_envs=n_envs), run_dir=str(tmp_path/"run"))
+    with pytest.raises(ValueError, match="n_envs must be"): check_agent(resolve_agent(AgentConfig(**given)))

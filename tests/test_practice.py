@@ -187,6 +187,12 @@ def crash_after(monkeypatch, n, happens=power_cut, algo="cloning"):
     monkeypatch.setattr(cls, "update", update)
 
 
+@pytest.mark.parametrize("group_size", [0, 2.5, "x"])
+def test_a_smoke_run_leaves_nonsense_to_the_method(data, tmp_path, group_size):
+    given = SMALL | dict(algo="choice_grpo", smoke=True, algo_kw=dict(group_size=group_size))
+    with pytest.raises(ValueError, match="group_size must be"): practise(PracticeConfig(data_dir=str(data), run_dir=str(tmp_path/"run"), **given))
+
+
 @pytest.mark.parametrize("given, made", [(dict(algo_kw=dict(group_size=2)), (2, 6, 2)), (dict(episodes=5, round_episodes=5), (3, 3, 3)), ({}, (3, 6, 3)),
                                          (dict(algo_kw=dict(group_size=4), episodes=8, round_episodes=4), (3, 6, 3))])
 def test_a_smoke_run_of_groups_is_begun_where_the_run_is(data, tmp_path, given, made):

@@ -106,7 +106,10 @@ def smaller(cfg:AgentConfig)->AgentConfig:
     if not cfg.smoke: return cfg
     small = {k: min(v, getattr(cfg, k) or v) for k,v in SMOKE.items()}
     known = settings_of(agents[cfg.algo])
-    few = {k: min(v, cfg.algo_kw.get(k, v)) for k,v in SMOKE_AGENT.items() if k in known}
+    given = {k: cfg.algo_kw.get(k, v) for k,v in SMOKE_AGENT.items() if k in known}
+    # what is no such number stays, and the agent refuses it
+    if any(type(v) is not int or v < 1 for v in given.values()): return replace(cfg, **small, suite=smoke_suite(cfg))
+    few = {k: min(v, SMOKE_AGENT[k]) for k,v in given.items()}
     if "n_envs" in few: few["n_envs"] = few_envs(cfg)
     if {*SMOKE_AGENT} <= {*few}:
         # one whole rollout at least

@@ -144,7 +144,7 @@ def whole_groups(
 )->dict:        # episodes and round_episodes; {} for a method that compares no attempts
     "Whole groups in each round of a smoke run; numbers that made none before are left, to be refused."
     k,n = few.get("group_size", 0),("episodes", "round_episodes")
-    if k < 1: return {}
+    if type(k) is not int or k < 1: return {}
     asked = cfg.algo_kw.get("group_size", arguments_of(methods[cfg.algo])["group_size"].default)
     return {name: max(1, small[name]//k)*k for name in n} if not any(getattr(cfg, name)%asked for name in n) else {}
 
@@ -153,7 +153,8 @@ def small_practice(cfg:PracticeConfig)->PracticeConfig:
     "A smoke run: no number larger than those of `SMOKE` and `SMOKE_ALGO`."
     if not cfg.smoke: return cfg
     small = {k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()} | dict(suite=smoke_suite(cfg))
-    few = {k: min(v, cfg.algo_kw.get(k, v)) for k,v in SMOKE_ALGO.items() if k in settings_of(methods[cfg.algo])}
+    given = {k: cfg.algo_kw.get(k, v) for k,v in SMOKE_ALGO.items() if k in settings_of(methods[cfg.algo])}
+    few = {k: min(v, SMOKE_ALGO[k]) if type(v) is int else v for k,v in given.items()}   # the method refuses other values
     return replace(cfg, **small | whole_groups(cfg, small, few), algo_kw=cfg.algo_kw | few)
 
 def written_down(cfg:PracticeConfig)->PracticeConfig:
