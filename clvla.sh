@@ -51,10 +51,11 @@ setup() {
   "$py" -m venv "$ENV_DIR"
   "$ENV_DIR/bin/python" -m pip install -q --upgrade pip "setuptools<82" wheel "cmake<4.2"
   # egl_probe, which LIBERO's package asks for, is compiled with cmake and written for an old one
+  # --no-compile: a module is compiled when it is first imported, and most of the 31 000 never are, which took 90 s of one core
   # editable_mode=compat: this folder stands on the path; setuptools' own way lets a clone named clvla hide the package from Python above it
   # (setuptools, which is pinned, calls that mode transitional: PYTHONWARNINGS)
   PYTHONWARNINGS=ignore CMAKE_POLICY_VERSION_MINIMUM=3.5 PATH=$(cd "$ENV_DIR/bin" && pwd):$PATH \
-    "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation --config-settings editable_mode=compat -e '.[metaworld,libero,gym,envpool,ray,lerobot,peft,vlm,deepspeed,search,served,tensorboard,dev,docs]'
+    "$ENV_DIR/bin/python" -m pip install -q --no-build-isolation --no-compile --config-settings editable_mode=compat -e '.[metaworld,libero,gym,envpool,ray,lerobot,peft,vlm,deepspeed,search,served,tensorboard,dev,docs]'
   echo "$want" > "$ENV_DIR/.clvla"
 }
 

@@ -18,10 +18,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 LEFT = Path(__file__).parent/"later.txt", Path(__file__).parent/"slow.txt"   # what the short run leaves out, and what `more` leaves out, too
 
-LONG = ("test_notebooks", "test_many", "test_libero_env", "test_resume", "test_run", "test_ranks", "test_player", "test_demos_faults",
-        "test_pool", "test_launch", "test_plugins", "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door",
-        "test_libero_assets", "test_pages_twice", "test_far_algos", "test_far_runs", "test_vlm", "test_libero_wide", "test_eyes", "test_checkpoint",
-        "test_gym", "test_cl", "test_readme", "test_api")
+LONG = ("test_notebooks", "test_many", "test_sweep", "test_validity", "test_libero_env", "test_resume", "test_run",
+        "test_ranks", "test_player", "test_demos_faults", "test_pool", "test_launch", "test_plugins",
+        "test_libero_data", "test_checkpoint_eval", "test_algos", "test_zero", "test_door", "test_libero_assets",
+        "test_pages_twice", "test_far_algos", "test_far_runs", "test_vlm", "test_libero_wide", "test_eyes",
+        "test_checkpoint", "test_gym", "test_cl", "test_readme", "test_api", "test_crl", "test_crl_held",
+        "test_practice_held", "test_workers", "test_stored")
 
 
 @pytest.fixture(scope="session")
