@@ -171,6 +171,7 @@ class Loop:
         self.drawn = Counter()  # task id -> samples that this process trained on in this stage
         self.samples = []       # (task ids, frame numbers) of each micro-batch of the last update
         self.grad_norm = None   # of the last update, before clipping
+        self.device = None      # of the policy's weights, asked once: a search through its modules, in each update
         ctx.bind(engine)
 
     def current_samples(self, algo, B:int)->dict:
@@ -178,7 +179,8 @@ class Loop:
         ctx,n = self.ctx,algo.n_task_samples(B)
         ctx.batch_size = B
         ctx.begin_batch(n)
-        return to_device(ctx.loader.next(n), ctx.device)
+        self.device = self.device or ctx.device
+        return to_device(ctx.loader.next(n), self.device)
 
 # %% ../../nbs/cl/01_engine.ipynb #b5c6a2af
 @patch
@@ -207,14 +209,14 @@ def learnt(
     ctx     # batch, noise, time, task_id
 )->tuple:   # loss, out
     "Call `forward` to learn from; ContractError when it returns no loss."
-    who,expected = f"{author(policy)}.forward of task {ctx.task_id!r}",LEARNT
+    who = lambda: f"{author(policy)}.forward of task {ctx.task_id!r}"
     try: answer = model(ctx.batch, noise=ctx.noise, time=ctx.time)
-    except Exception as e: raised(e, who, expected)
+    except Exception as e: raised(e, who(), LEARNT)
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise ContractError(f"{who} gave {shown(answer)}, expected {expected}")
+        raise ContractError(f"{who()} gave {shown(answer)}, expected {LEARNT}")
     loss,out = answer
     if torch.is_tensor(loss) and loss.ndim == 0 and loss.is_floating_point() and isinstance(out, dict): return answer
-    raise ContractError(f"{who} gave {shown(loss)} and {shown(out)}, expected {expected}")
+    raise ContractError(f"{who()} gave {shown(loss)} and {shown(out)}, expected {LEARNT}")
 
 def objective_of(
     policy, # whose loss it is

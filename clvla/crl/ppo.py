@@ -64,7 +64,7 @@ class PictureNet(nn.Module):
             self.logits.bias.zero_()
 
     def features(self, obs:dict)->torch.Tensor:   # (B,hidden)
-        if not len(self.look[:-1]): return self.think(obs["state"])   # no picture
+        if len(self.look) == 1: return self.think(obs["state"])   # no picture
         return self.think(torch.cat([self.look(scaled(obs["image"])), obs["state"]], 1))
 
     def forward(self,
