@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from .deltas import Store, as_arrays, from_arrays, packed_of, take_restored, tolerance_of, with_deltas
-from .selection import TaskFrames, select, selections
+from .selection import FEATURED, TaskFrames, select, selections
 from ..core.batch import cat, rng_state, set_rng_state, take
 from ..core.seeds import np_rng
 from ..core.settings import Choice, Count, settled
@@ -108,6 +108,8 @@ class TaskBuffer:
         self.tolerance = tolerance_of(store)   # None: without deltas
 
     def __len__(self): return sum(map(len, self.frames.values()))
+    @property
+    def asks(self)->tuple: return ("features",)*(self.selection in FEATURED) # what its selection needs of a learner: `cl.model.ASKS`
     @property
     def referred(self)->dict: return {k: len(v) for k,v in self.frames.items()} if self.store == "refs" else {} # task -> frames that lie in the data
     def check_room(self, ctx):
