@@ -11,7 +11,7 @@ import copy
 import numpy as np
 import torch
 from fastcore.basics import patch
-from .deltas import Store, as_arrays, from_arrays, packed_of, take_restored, tolerance_of, with_deltas
+from .deltas import Store, as_arrays, from_arrays, packed_of, pictures_of, take_restored, tolerance_of, with_deltas
 from .selection import FEATURED, TaskFrames, select, selections
 from ..core.batch import cat, rng_state, set_rng_state, take
 from ..core.seeds import np_rng
@@ -113,9 +113,10 @@ class TaskBuffer:
     @property
     def referred(self)->dict: return {k: len(v) for k,v in self.frames.items()} if self.store == "refs" else {} # task -> frames that lie in the data
     def check_room(self, ctx):
-        "ValueError when the tasks of a stream do not find room."
+        "ValueError when the tasks of a stream do not find room, or have nothing for `store`."
         if ctx.stream is None: return
         n = n_trained(ctx.stream)
+        if self.tolerance is not None: pictures_of(ctx.data.fetch(ctx.task_id, [0]))   # ValueError: has none
         if self.total_bytes: self.fit(ctx.task_id, ctx.data, n)
         quotas(n, self.total_size, self.buffer_size)
 
