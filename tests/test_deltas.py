@@ -97,6 +97,12 @@ def test_samples_without_pictures_are_refused_before_the_task_begins(name):
     with pytest.raises(ValueError, match="these samples have none; use 'values' or 'refs'"): algo.on_task_start(ctx)
 
 
+@pytest.mark.parametrize("size", ["0.5 B", "0.0001 kB", "0 MB"])
+def test_a_memory_of_less_than_a_byte_is_refused_and_not_without_bound(size):
+    for store in ("refs", "values", "deltas"):
+        with pytest.raises(ValueError, match=f"'50 MB' .*found '{size}'"): TaskBuffer(None, store=store, total_size=size)
+
+
 def test_a_task_that_is_refused_leaves_the_memory_as_it_was():
     data = Scenes(a=20, b=20, c=0)
     buf = TaskBuffer(None, store="deltas", total_size="20 kB")

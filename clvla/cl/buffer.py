@@ -39,7 +39,7 @@ def n_bytes(
 )->int:
     "Bytes that a text names; ValueError for any other text."
     number,_,unit = text.strip().partition(" ")
-    if unit in UNITS and number.replace(".", "", 1).isdigit() and float(number): return int(float(number)*UNITS[unit])
+    if unit in UNITS and number.replace(".", "", 1).isdigit() and (n := int(float(number)*UNITS[unit])): return n
     raise ValueError(f"total_size is a whole number of frames or a text like '50 MB' (units: {', '.join(UNITS)}), "
                      f"found {text!r}")
 
