@@ -715,3 +715,10 @@ def test_the_importance_of_si_goes_by_where_its_updates_led(ends):
         return si
     last,other = map(importance, (False, True))
     assert torch.equal(last.omega, other.omega) and not torch.equal(last.star, other.star)
+
+
+@pytest.mark.parametrize("reads", ["picture", "sentence"])
+def test_a_router_that_reads_pictures_is_refused_before_it_learns_where_there_are_none(reads):
+    router,loop = Router(reads=reads),quick_loop(STREAM)
+    start(router, loop, 0, 5)
+    with pytest.raises(ValueError, match=f"reads '{reads}' is for observations with pictures"): router.on_task_start(loop.ctx)
