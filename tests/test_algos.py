@@ -722,3 +722,10 @@ def test_a_router_that_reads_pictures_is_refused_before_it_learns_where_there_ar
     router,loop = Router(reads=reads),quick_loop(STREAM)
     start(router, loop, 0, 5)
     with pytest.raises(ValueError, match=f"reads '{reads}' is for observations with pictures"): router.on_task_start(loop.ctx)
+
+
+def test_lwf_beside_cumulative_notes_each_task_s_own_instruction():
+    for seed in range(4):
+        algo = make_algo("cumulative+lwf", seed)
+        quick_run(algo, quick_stream(seed, n_frames=60), seed=seed, steps=5, B=8)
+        assert algo.algos[1].past == {i: f"do {i}" for i in STREAM.ids}
