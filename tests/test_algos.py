@@ -729,3 +729,21 @@ def test_lwf_beside_cumulative_notes_each_task_s_own_instruction():
         algo = make_algo("cumulative+lwf", seed)
         quick_run(algo, quick_stream(seed, n_frames=60), seed=seed, steps=5, B=8)
         assert algo.algos[1].past == {i: f"do {i}" for i in STREAM.ids}
+
+
+@pytest.mark.parametrize("make", [SI, lambda: RWalk(interval=5)])
+def test_an_update_that_the_scaler_of_fp16_leaves_out_has_no_importance(make):
+    "Its gradient is not finite, its loss is: the trainer's guard lets it pass, and the scaler moves nothing."
+    def importance(guarded):
+        algo,loop = make(),quick_loop(STREAM)
+        engine,ctx = loop.engine,loop.ctx
+        complete,step = engine.complete,engine.step
+        def overflows():
+            complete()
+            if ctx.step == 3: next(iter(ctx.params().values())).grad[0, 0] = torch.inf
+        engine.complete,engine.step = overflows,lambda: ctx.step == 3 or step()
+        if guarded: loop.guard = lambda loss: ctx.step != 3
+        run(algo, loop, 0)
+        return algo.omega
+    left_out,refused = map(importance, (False, True))
+    assert left_out.isfinite().all() and torch.equal(left_out, refused)

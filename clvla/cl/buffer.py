@@ -109,7 +109,7 @@ class TaskBuffer:
 
     def __len__(self): return sum(map(len, self.frames.values()))
     @property
-    def asks(self)->tuple: return ("features",)*(self.selection in FEATURED) # what its selection needs of a learner: `cl.model.ASKS`
+    def asks(self)->tuple: return ("features",)*(self.selection in FEATURED) # of a learner: `cl.model.ASKS`
     @property
     def referred(self)->dict: return {k: len(v) for k,v in self.frames.items()} if self.store == "refs" else {} # task -> frames that lie in the data
     def check_room(self, ctx):

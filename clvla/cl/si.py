@@ -56,7 +56,7 @@ class SI(L2):
 
     def after_step(self, ctx):
         now = weights_now(ctx)
-        self.w = self.w.to(ctx.device) - self.g*(now-self.before)
+        if self.g.isfinite().all(): self.w = self.w.to(ctx.device) - self.g*(now-self.before)   # else fp16 left it out
         self.end = now   # the task may end elsewhere: at an average, at the best look, at merged weights
 
     def importance(self, ctx, theta:Tensor)->Tensor:
