@@ -747,3 +747,12 @@ def test_an_update_that_the_scaler_of_fp16_leaves_out_has_no_importance(make):
         return algo.omega
     left_out,refused = map(importance, (False, True))
     assert left_out.isfinite().all() and torch.equal(left_out, refused)
+
+
+def test_packnet_that_leaves_no_weight_is_refused_before_the_first_task():
+    for stream,refused in ((STREAM, True), (ONE, False)):
+        algo,loop = PackNet(1.),quick_loop(stream)
+        start(algo, loop, 0, 5)
+        if not refused: algo.on_task_start(loop.ctx)
+        else:
+            with pytest.raises(ValueError, match="'task1' finds no free weight; share 1 gives all"): algo.on_task_start(loop.ctx)
