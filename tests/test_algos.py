@@ -37,6 +37,7 @@ from clvla.cl.sequential import Sequential
 from clvla.cl.task_lora import Adapted, TaskLoRA, add_adapters
 from clvla.policies.all import make_policy
 from clvla.policies.ema import EMA
+from clvla.train.stopping import Stopping
 
 torch.set_num_threads(1)
 STREAM,ONE = quick_stream(0),quick_stream(0, n_tasks=1)
@@ -674,7 +675,7 @@ def test_equal_parts_are_the_mean_of_all_ends(first):
 
 
 def test_si_divides_by_the_way_that_the_trained_weights_went():
-    "Beside an average of the weights, which ends nearer; where a run stands is stored, and without an average nothing more is."
+    "Beside an average of the weights, which ends nearer; where a run stands is stored."
     def end_of_task(average):
         si,loop = SI(xi=1e-3),quick_loop(STREAM)
         start(si, loop, 0, 12)
@@ -690,7 +691,68 @@ def test_si_divides_by_the_way_that_the_trained_weights_went():
         resumed.load_state_dict(state)
         for algo in (si, resumed): call_hook(algo, "on_task_end", ctx)
         assert torch.equal(si.omega, resumed.omega) and torch.equal(si.star, flat(ctx.params().values()))
-        assert torch.equal(si.omega, (si.w/((end-si.start).square()+1e-3)).clamp(min=0)) and ("end" in state) == average
+        assert torch.equal(si.omega, (si.w/((end-si.start).square()+1e-3)).clamp(min=0)) and "end" in state
         return si
     plain,averaged = map(end_of_task, (False, True))
     assert torch.equal(plain.omega, averaged.omega) and not torch.equal(plain.star, averaged.star)
+
+
+@pytest.mark.parametrize("ends", ["at an earlier look", "at merged weights"])
+def test_the_importance_of_si_goes_by_where_its_updates_led(ends):
+    "Also where the task ends at other weights: with `patience` at the best look, beside `retain` between the first ones and the last."
+    def importance(elsewhere):
+        si,loop = SI(xi=1e-3),quick_loop(STREAM)
+        algo = Compose(si, Retain(first=True)) if elsewhere and "merged" in ends else si
+        looks,ctx = Stopping(3),loop.ctx
+        start(algo, loop, 0, 12)
+        call_hook(algo, "on_task_start", ctx)
+        for k in range(12):
+            cl_step(algo, loop, 32)
+            if k == 3: looks.keep(ctx.policy)
+        if elsewhere and "look" in ends: looks.restore(ctx.policy)
+        call_hook(algo, "on_task_end", ctx)
+        assert "end" not in si.state_dict()
+        return si
+    last,other = map(importance, (False, True))
+    assert torch.equal(last.omega, other.omega) and not torch.equal(last.star, other.star)
+
+
+@pytest.mark.parametrize("reads", ["picture", "sentence"])
+def test_a_router_that_reads_pictures_is_refused_before_it_learns_where_there_are_none(reads):
+    router,loop = Router(reads=reads),quick_loop(STREAM)
+    start(router, loop, 0, 5)
+    with pytest.raises(ValueError, match=f"reads '{reads}' is for observations with pictures"): router.on_task_start(loop.ctx)
+
+
+def test_lwf_beside_cumulative_notes_each_task_s_own_instruction():
+    for seed in range(4):
+        algo = make_algo("cumulative+lwf", seed)
+        quick_run(algo, quick_stream(seed, n_frames=60), seed=seed, steps=5, B=8)
+        assert algo.algos[1].past == {i: f"do {i}" for i in STREAM.ids}
+
+
+@pytest.mark.parametrize("make", [SI, lambda: RWalk(interval=5)])
+def test_an_update_that_the_scaler_of_fp16_leaves_out_has_no_importance(make):
+    "Its gradient is not finite, its loss is: the trainer's guard lets it pass, and the scaler moves nothing."
+    def importance(guarded):
+        algo,loop = make(),quick_loop(STREAM)
+        engine,ctx = loop.engine,loop.ctx
+        complete,step = engine.complete,engine.step
+        def overflows():
+            complete()
+            if ctx.step == 3: next(iter(ctx.params().values())).grad[0, 0] = torch.inf
+        engine.complete,engine.step = overflows,lambda: ctx.step == 3 or step()
+        if guarded: loop.guard = lambda loss: ctx.step != 3
+        run(algo, loop, 0)
+        return algo.omega
+    left_out,refused = map(importance, (False, True))
+    assert left_out.isfinite().all() and torch.equal(left_out, refused)
+
+
+def test_packnet_that_leaves_no_weight_is_refused_before_the_first_task():
+    for stream,refused in ((STREAM, True), (ONE, False)):
+        algo,loop = PackNet(1.),quick_loop(stream)
+        start(algo, loop, 0, 5)
+        if not refused: algo.on_task_start(loop.ctx)
+        else:
+            with pytest.raises(ValueError, match="'task1' finds no free weight; share 1 gives all"): algo.on_task_start(loop.ctx)

@@ -151,7 +151,8 @@ def test_the_log_has_the_penalty_and_what_a_method_says(tmp_path):
     (dict(algo="progress_compress", algo_kw={}, cl="l2"), "starts anew with each task"), (dict(cl="packnet", runner="parallel"), "take runner 'sync' or 'batched'"),
     (dict(cl="task_lora", algo_kw=dict(lag=2)), "set lag to 0"), (dict(algo="ppo", suite="dot_2", cl="lwf"), "actions are numbers"),
     (dict(algo="ppo", algo_kw=dict(kl_stop=.1), cl="packnet"), "leave kl_stop out"), (dict(cl="err"), "did you mean 'er'?"), (dict(cl="er+er"), "names 'er' twice"),
-    (dict(cl="er", cl_kw=dict(refresh=3)), "no setting 'refresh'"), (dict(cl="lwf", cl_kw={}), "hears no instruction")])
+    (dict(cl="er", cl_kw=dict(refresh=3)), "no setting 'refresh'"), (dict(cl="lwf", cl_kw={}), "hears no instruction"),
+    (dict(cl="er", cl_kw=dict(selection="herding")), "asked for probabilities and a value alone")])
 def test_what_cannot_be_held_is_a_sentence(tmp_path, kw, says):
     with pytest.raises(ValueError) as e: learn_tasks(config(tmp_path/"run", **kw), say=len)
     assert says in str(e.value) and "\n" not in str(e.value)

@@ -4,6 +4,7 @@ import numpy as np, pytest, torch
 from clvla.cl.all import make_algo
 from clvla.cl.buffer import TaskBuffer, gather, sizes
 from clvla.cl.deltas import HEAD, LONGEST, Deltas, as_arrays, from_arrays, restored, take_restored, with_deltas
+from clvla.cl.quick import quick_loop
 from clvla.core.batch import cat, take
 from clvla.core.names import IMAGE, INDEX, PROMPT, STATE
 from clvla.core.state import load_state, save_state
@@ -87,6 +88,19 @@ def test_a_budget_without_room_is_a_sentence_before_the_task_begins():
     ctx = SimpleNamespace(stream=SimpleNamespace(stages=list("abcd")), task_id="a", data=Scenes(a=5))
     with pytest.raises(ValueError, match="a share of 500 bytes, one of 4,"): TaskBuffer(None, store="deltas", total_size="2 kB").check_room(ctx)
     TaskBuffer(None, store="deltas", total_size="20 kB").check_room(ctx)
+
+
+@pytest.mark.parametrize("name", ["er", "mir", "gss", "phaser", "gdumb", "agem", "gem"])
+def test_samples_without_pictures_are_refused_before_the_task_begins(name):
+    algo,ctx = make_algo(name, store="deltas"),quick_loop().ctx
+    ctx.task_id = "task0"
+    with pytest.raises(ValueError, match="these samples have none; use 'values' or 'refs'"): algo.on_task_start(ctx)
+
+
+@pytest.mark.parametrize("size", ["0.5 B", "0.0001 kB", "0 MB"])
+def test_a_memory_of_less_than_a_byte_is_refused_and_not_without_bound(size):
+    for store in ("refs", "values", "deltas"):
+        with pytest.raises(ValueError, match=f"'50 MB' .*found '{size}'"): TaskBuffer(None, store=store, total_size=size)
 
 
 def test_a_task_that_is_refused_leaves_the_memory_as_it_was():

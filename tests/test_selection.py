@@ -304,3 +304,10 @@ def test_one_phase_is_er_and_too_small_a_memory_is_refused():
         for algo,loop in zip(algos, loops): quick_task(algo, loop, t, steps=3)
     assert all(torch.equal(a, b) for a,b in zip(*(loop.ctx.params().values() for loop in loops)))
     with pytest.raises(ValueError, match="no room for 9 phases"): Phaser(8, n_phases=9).on_task_start(loops[0].ctx)
+
+@pytest.mark.parametrize("name", ["er", "mir", "derpp", "der", "agem", "gem", "gdumb", "latent"])
+def test_a_selection_by_features_asks_for_them(name):
+    "So that a learner without them refuses it before it learns, and not when the first task has ended."
+    plain,featured = (make_algo(name, selection=s) for s in ("loss", "k_center"))
+    assert {*featured.asks} == {*plain.asks, "features"} and ("features" in plain.asks) == (name == "latent")
+    if name not in ("gdumb", "latent"): assert "features" in make_algo(f"l2+{name}", selection="herding").asks

@@ -45,6 +45,7 @@ class AGEM(CLAlgorithm):
     ):
         self.n_steps,self.n_vetoed = 0,0
         self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
+        self.asks = (*self.asks, *self.buf.asks)
         self.generator = torch_rng(seed, "agem noise")
 
     def on_task_start(self, ctx): self.buf.check_room(ctx)   # ValueError: no room for the stream's tasks

@@ -11,8 +11,8 @@ import copy
 import numpy as np
 import torch
 from fastcore.basics import patch
-from .deltas import Store, as_arrays, from_arrays, packed_of, take_restored, tolerance_of, with_deltas
-from .selection import TaskFrames, select, selections
+from .deltas import Store, as_arrays, from_arrays, packed_of, pictures_of, take_restored, tolerance_of, with_deltas
+from .selection import FEATURED, TaskFrames, select, selections
 from ..core.batch import cat, rng_state, set_rng_state, take
 from ..core.seeds import np_rng
 from ..core.settings import Choice, Count, settled
@@ -39,7 +39,7 @@ def n_bytes(
 )->int:
     "Bytes that a text names; ValueError for any other text."
     number,_,unit = text.strip().partition(" ")
-    if unit in UNITS and number.replace(".", "", 1).isdigit() and float(number): return int(float(number)*UNITS[unit])
+    if unit in UNITS and number.replace(".", "", 1).isdigit() and (n := int(float(number)*UNITS[unit])): return n
     raise ValueError(f"total_size is a whole number of frames or a text like '50 MB' (units: {', '.join(UNITS)}), "
                      f"found {text!r}")
 
@@ -109,11 +109,14 @@ class TaskBuffer:
 
     def __len__(self): return sum(map(len, self.frames.values()))
     @property
+    def asks(self)->tuple: return ("features",)*(self.selection in FEATURED) # of a learner: `cl.model.ASKS`
+    @property
     def referred(self)->dict: return {k: len(v) for k,v in self.frames.items()} if self.store == "refs" else {} # task -> frames that lie in the data
     def check_room(self, ctx):
-        "ValueError when the tasks of a stream do not find room."
+        "ValueError when the tasks of a stream do not find room, or have nothing for `store`."
         if ctx.stream is None: return
         n = n_trained(ctx.stream)
+        if self.tolerance is not None: pictures_of(ctx.data.fetch(ctx.task_id, [0]))   # ValueError: has none
         if self.total_bytes: self.fit(ctx.task_id, ctx.data, n)
         quotas(n, self.total_size, self.buffer_size)
 

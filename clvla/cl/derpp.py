@@ -61,6 +61,7 @@ class DERpp(CLAlgorithm):
     ):
         self.seed,self.stored = seed,{}
         self.buf = TaskBuffer(buffer_size or None, sampling, "refs", total_size, seed, selection)
+        self.asks = (*self.asks, *self.buf.asks)
 
     def compute_penalty(self, ctx):
         if not len(self.buf): return None

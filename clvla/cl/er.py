@@ -43,6 +43,7 @@ class ER(CLAlgorithm):
         self.replay_ratio,self.append = replay_ratio,form == "append"
         self.replayed = Counter() # old task -> samples, since a task began
         self.buf = TaskBuffer(buffer_size or None, sampling, store, total_size, seed, selection)
+        self.asks = (*self.asks, *self.buf.asks)
         self.zero3 = self.zero3 and selection in BLIND   # the others ask the policy, which needs whole weights
 
     def modify_batch(self, batch, ctx):

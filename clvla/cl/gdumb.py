@@ -24,6 +24,7 @@ class GDumb(FromScratch):
     ):
         super().__init__()
         self.buf = TaskBuffer(None, "balanced", store, total_size, seed, selection)
+        self.asks = (*self.asks, *self.buf.asks)
 
     def n_task_samples(self, B): return 0
 

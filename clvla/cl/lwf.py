@@ -15,7 +15,7 @@ from .base import CLAlgorithm
 from .derpp import output_error, softened
 from .task_lora import Beside
 from ..core.batch import to_device
-from ..core.names import N_ACTIONS, PAD, PROMPT
+from ..core.names import N_ACTIONS, PAD, PROMPT, TASK_ID
 from ..core.settings import Choice, Number, settled
 
 # %% ../../nbs/cl/13_lwf.ipynb #d4f34269
@@ -89,8 +89,10 @@ def on_task_start(self:LwF, ctx):
 
 @patch
 def observe(self:LwF, batch, ctx):
-    "Note the task's instruction."
-    self.current = batch.get(PROMPT, [None])[0]   # an agent hears none
+    "Note the task's instruction; beside `cumulative` samples of other tasks are among the current ones."
+    words = batch.get(PROMPT, ())   # an agent hears none
+    own = [word for word,i in zip(words, batch.get(TASK_ID, [ctx.task_id]*len(words))) if i == ctx.task_id]
+    if own: self.current = own[0]
 
 @patch
 def on_task_end(self:LwF, ctx):

@@ -50,6 +50,10 @@ class PackNet(CLAlgorithm):
     def on_task_start(self, ctx):
         self.k,self.pruned = ctx.t+1,False
         self.visits[ctx.task_id] = self.k
+        if ctx.t == 0 and self.share == 1 and self.n_stages > 1:   # said before the first is trained
+            second = ctx.stream.stages[1]
+            second = second if isinstance(second, str) else second.task.id
+            raise ValueError(f"task {second!r} finds no free weight; share 1 gives all to the first one: lower share")
         if not any((owner == 0).any() for owner in self.owner.values()):
             raise ValueError(f"task {ctx.task_id!r} finds no free weight; the tasks before it kept all: lower share")
 

@@ -55,6 +55,7 @@ class RWalk(L2):
         self.g = task_gradient(self, ctx, self.before)
 
     def after_step(self, ctx):
+        if not self.g.isfinite().all(): return   # fp16's scaler left the update out
         moved = weights_now(ctx)-self.before
         self.path = self.path.to(ctx.device) + torch.stack([-self.g*moved, moved, self.g.square()])
         self.n += 1

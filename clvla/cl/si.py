@@ -44,7 +44,7 @@ class SI(L2):
     ):
         super().__init__(c)
         self.w = self.start = None # (P,) of the task under way; None before the first
-        self.end = None            # (P,) where its updates have led, beside an average of the weights; None: no average
+        self.end = None            # (P,) where its updates have led; None before the first
 
     def on_task_start(self, ctx):
         self.start = weights_now(ctx)
@@ -56,14 +56,18 @@ class SI(L2):
 
     def after_step(self, ctx):
         now = weights_now(ctx)
-        self.w = self.w.to(ctx.device) - self.g*(now-self.before)
-        if ctx.average: self.end = now
+        if self.g.isfinite().all(): self.w = self.w.to(ctx.device) - self.g*(now-self.before)   # else fp16 left it out
+        self.end = now   # the task may end elsewhere: at an average, at the best look, at merged weights
 
     def importance(self, ctx, theta:Tensor)->Tensor:
         end = theta if self.end is None else self.end.to(theta)   # of the path that w belongs to
         omega = per_distance(self.w.to(theta), end-self.start.to(theta), self.xi).clamp(min=0)
         if self.omega is not None: omega = omega + self.omega.to(theta)
         return omega if self.cap is None else omega.clamp(max=self.cap)
+
+    def on_task_end(self, ctx):
+        super().on_task_end(ctx)
+        if not ctx.average: self.end = None   # what is kept between two tasks stays as large as it was
 
 # %% ../../nbs/cl/19_si.ipynb #f2a01912
 @patch
