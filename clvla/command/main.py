@@ -190,7 +190,10 @@ def of_lists(command:str, words:Words, o):
     names = words.others or ["suites", *lists.MENUS]
     if names == ["runs"]: return (rows := lists.runs_in(o.runs)),lists.runs_text(rows)
     lists.load_named(o.plugins)
-    return {name: lists.listed(name) for name in names},"\n\n".join(map(lists.listed_text, names))
+    # one name among others, too: which runs there are
+    listed = lambda name: lists.runs_in(o.runs) if name == "runs" else lists.listed(name)
+    text = lambda name: lists.runs_text(lists.runs_in(o.runs)) if name == "runs" else lists.listed_text(name)
+    return {name: listed(name) for name in names},"\n\n".join(map(text, names))
 
 def of_machine(command:str, words:Words, o):
     "Look at the machine."
