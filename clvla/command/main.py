@@ -161,6 +161,7 @@ def of_metrics(command:str, words:Words, o):
     if Path(path).is_file():
         if o.recovery:
             raise ValueError(f"{path} is a file, and --recovery needs the folder of a run with its checkpoints")
+        if o.write: raise ValueError(f"{path} is a file, and --write writes into the folder of a run; leave it out")
         m = runs.read_matrix(path)
         d = runs.matrix_facts(m)
         lines = [f"{k:<12} {v['value']:6.1f}" for k,v in d["metrics"].items() if v["value"] is not None]
