@@ -21,3 +21,25 @@ def test_write_beside_a_file_is_refused(tmp_path, capsys):
     assert main(["metrics", str(tmp_path/"m.csv"), "--write"]) == 1
     assert "--write writes into the folder of a run" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
+
+
+def a_run(path, won, trials=3, seed=0, **settings):
+    "A folder as a run of two tasks leaves it."
+    path.mkdir(parents=True)
+    config = dict(seed=seed, algo="imitation", cl="er", n_trials=trials, suite="two", run_dir=str(path)) | settings
+    stream = dict(stages=["a", "b"], tasks=[dict(id="a", env=dict(kind="dot")), dict(id="b", env=dict(kind="dot"))])
+    records = [dict(stage=s, after="ab"[s], step=None, task=t, trial=i, success=won)
+               for s in range(2) for t in "ab"[:s+1] for i in range(trials)]
+    (path/"config.json").write_text(json.dumps(config))
+    (path/"stream.json").write_text(json.dumps(stream))
+    (path/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in records))
+    return path
+
+
+def test_compare_needs_draws_for_its_intervals(tmp_path, capsys):
+    "n_boot 0 ended with an IndexError; 1 gave [0.0, 0.0]."
+    run = str(a_run(tmp_path/"r", False))
+    for n in (0, -5, 1):
+        assert main(["compare", run, "--n_boot", str(n)]) == 1
+        assert f"n_boot is {n}, expected 20 draws or more" in capsys.readouterr().err
+    assert main(["compare", run, "--n_boot", "20"]) == 0
