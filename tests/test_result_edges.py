@@ -43,3 +43,15 @@ def test_compare_needs_draws_for_its_intervals(tmp_path, capsys):
         assert main(["compare", run, "--n_boot", str(n)]) == 1
         assert f"n_boot is {n}, expected 20 draws or more" in capsys.readouterr().err
     assert main(["compare", run, "--n_boot", "20"]) == 0
+
+
+def test_results_without_a_name_are_told_apart(tmp_path, monkeypatch, capsys):
+    "Folders had lost what stands behind a dot, numbers what stands before the stroke, and tables were called 10."
+    monkeypatch.chdir(tmp_path)
+    for name,won in (("lr-0.1", True), ("lr-0.01", False), ("lr=1", True)): a_run(tmp_path/name, won)
+    assert main(["audit", "lr-0.1", "lr-0.01", "lr=1", "185/200", "170/200", "--json"]) == 0
+    names = [r["name"] for r in json.loads(capsys.readouterr().out)["results"]]
+    assert names == ["lr-0.1", "lr-0.01", "lr=1", "185/200", "170/200"]
+    for name in "xy": (tmp_path/f"{name}.csv").write_text(",a,b\na,90,10\nb,80,100\n")
+    assert main(["audit", "x.csv/10", "y.csv/10", "--matrices", "--json"]) == 0
+    assert [m["name"] for m in json.loads(capsys.readouterr().out)["matrices"]] == ["x", "y"]

@@ -312,12 +312,17 @@ def of_json(name:str, path:Path, d)->Results:
         f"{name}: {path} is JSON of no known form; known are LeRobot's eval_info.json and vla-eval's aggregate")
 
 # %% ../../nbs/eval/11_results.ipynb #1c7e5814
+def _name_of(text:str)->str:
+    "What is called so by itself: numbers as they are, a folder whole (`lr-0.1` is no `lr-0`), a file without its ending."
+    if re.fullmatch(r"[\d.]+ ?%?/\d+", text): return text
+    return (Path(text).name if Path(text).is_dir() else Path(text).stem) or text
+
 def read_results(
     text:str # NAME=WHAT, or WHAT alone: a folder, a file, or two numbers
 )->Results:
     "Read what somebody measured; FileNotFoundError or ValueError says what is wrong with it."
     name,equals,what = text.partition("=")
-    name,what = (name, what) if equals else (Path(text).stem or text, text)
+    name,what = (name, what) if equals and not Path(text).exists() else (_name_of(text), text)
     if (found := of_text(name, what)) is not None: return found
     path = Path(what)
     if path.is_dir(): return of_run(name, path)
