@@ -55,3 +55,18 @@ def test_results_without_a_name_are_told_apart(tmp_path, monkeypatch, capsys):
     for name in "xy": (tmp_path/f"{name}.csv").write_text(",a,b\na,90,10\nb,80,100\n")
     assert main(["audit", "x.csv/10", "y.csv/10", "--matrices", "--json"]) == 0
     assert [m["name"] for m in json.loads(capsys.readouterr().out)["matrices"]] == ["x", "y"]
+
+
+def test_trials_that_are_numbers_here_and_words_there(tmp_path, monkeypatch, capsys):
+    "It ended with: You are trying to merge on int64 and object columns."
+    monkeypatch.chdir(tmp_path)
+    write = lambda name, trials, seed: (tmp_path/f"{name}.csv").write_text(
+        "task,trial,seed,success\n"+"".join(f"a,{i},{seed},{k%2}\n" for k,i in enumerate(trials)))
+    write("numbers", [0, 1, 2, 3], 0)
+    write("words", ["s0", "s1", "s2", "s3"], 0)
+    write("some", ["0", "1", "2", "s3"], 0)
+    write("seed", [0, 1, 2, 3], "first")
+    assert main(["audit", *(f"{x}.csv" for x in ("numbers", "words", "some", "seed")), "--json"]) == 0
+    tests = {(v["a"], v["b"]): (v["test"], v["n"]) for v in json.loads(capsys.readouterr().out)["verdicts"]}
+    assert tests["numbers", "words"] == tests["numbers", "seed"] == ("Fisher", 4)
+    assert tests["numbers", "some"] == ("McNemar", 3)
