@@ -70,3 +70,12 @@ def test_trials_that_are_numbers_here_and_words_there(tmp_path, monkeypatch, cap
     tests = {(v["a"], v["b"]): (v["test"], v["n"]) for v in json.loads(capsys.readouterr().out)["verdicts"]}
     assert tests["numbers", "words"] == tests["numbers", "seed"] == ("Fisher", 4)
     assert tests["numbers", "some"] == ("McNemar", 3)
+
+
+def test_a_matrix_without_a_cell_is_refused(tmp_path, monkeypatch, capsys):
+    "No column ended with a TypeError of numpy, no number with an empty table."
+    monkeypatch.chdir(tmp_path)
+    for text in ("a\n", ",a,b\n", ",a,b\na,,\nb,,\n"):
+        (tmp_path/"m.csv").write_text(text)
+        assert main(["audit", "m.csv/10", "--matrices"]) == 1
+        assert "m.csv has no cell" in capsys.readouterr().err
