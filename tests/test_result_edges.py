@@ -79,3 +79,12 @@ def test_a_matrix_without_a_cell_is_refused(tmp_path, monkeypatch, capsys):
         (tmp_path/"m.csv").write_text(text)
         assert main(["audit", "m.csv/10", "--matrices"]) == 1
         assert "m.csv has no cell" in capsys.readouterr().err
+
+
+def test_audit_of_a_run_inside_its_first_stage(tmp_path, capsys):
+    "It said: max() iterable argument is empty."
+    path = a_run(tmp_path/"r", True)
+    records = [dict(stage=0, after="a", step=0, task="a", trial=i, success=False) for i in range(3)]
+    (path/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in records))
+    assert main(["audit", str(path), "b=1/4"]) == 1
+    assert "its first stage is not at its end" in capsys.readouterr().err

@@ -268,6 +268,8 @@ def of_run(name:str, path:Path)->Results:
     "The last stage of a run or of an evaluation: the tasks that were trained, under the seed of the run."
     records = [r for file in sorted(path.glob("episodes*.jsonl")) for r in read_jsonl(file)]
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
+    if all(r.get("step") is not None for r in records):
+        raise ValueError(f"{name}: {path} has episodes of a learning curve alone; its first stage is not at its end")
     config = settings_in(path)
     run = settings_in(path.resolve().parents[1]) if is_evaluation(path, config) else config
     ends,probes = ends_at(path, records)
