@@ -88,3 +88,19 @@ def test_audit_of_a_run_inside_its_first_stage(tmp_path, capsys):
     (path/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in records))
     assert main(["audit", str(path), "b=1/4"]) == 1
     assert "its first stage is not at its end" in capsys.readouterr().err
+
+
+def test_held_out_error_without_a_moving_action(tmp_path, monkeypatch):
+    "A run ended with: Out of range float values are not JSON compliant."
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+    from clvla.run.report import held_out_table
+    from clvla.train import held_out
+    found = dict(a=float("nan"), b=.5)
+    monkeypatch.setattr(held_out, "error_of", lambda *a: dict(error=0., constant=0., ratio=found[a[-1]]))
+    policy = SimpleNamespace(training=False, eval=lambda: None, train=lambda mode: None)
+    algo = SimpleNamespace(eval_policy=lambda policy, task: nullcontext())
+    data = dict(a=None, b=None)
+    rows = held_out.error_after(tmp_path, dict(stage=0, after="a"), ["a", "b"], policy, None, algo, data, data)
+    assert [r["ratio"] for r in rows] == [r["ratio"] for r in json.loads((tmp_path/"held_out.json").read_text())] == [None, .5]
+    assert held_out_table(tmp_path).values.tolist() == [["0: a", "none", "0.50"]]
