@@ -104,3 +104,16 @@ def test_held_out_error_without_a_moving_action(tmp_path, monkeypatch):
     rows = held_out.error_after(tmp_path, dict(stage=0, after="a"), ["a", "b"], policy, None, algo, data, data)
     assert [r["ratio"] for r in rows] == [r["ratio"] for r in json.loads((tmp_path/"held_out.json").read_text())] == [None, .5]
     assert held_out_table(tmp_path).values.tolist() == [["0: a", "none", "0.50"]]
+
+
+def test_an_evaluation_is_told_from_a_run(tmp_path, capsys):
+    "They said: unknown parameter 'first_trial'; did you mean 'n_trials'?"
+    run = a_run(tmp_path/"r", True)
+    path = run/"evals"/"lower-0+3-s0"
+    path.mkdir(parents=True)
+    (path/"config.json").write_text(json.dumps(dict(n_trials=3, first_trial=0)))
+    (path/"episodes.jsonl").write_text((run/"episodes.jsonl").read_text())
+    for words in (["watch", path, "--once"], ["stop", path], ["metrics", path, "--recovery"]):
+        assert main([str(w) for w in words]) == 1
+        assert f"{path} is an evaluation, expected the folder of a run, as {run}" in capsys.readouterr().err
+    assert main(["metrics", str(path)]) == 0

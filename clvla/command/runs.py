@@ -20,12 +20,13 @@ from ..core.progress import bars
 from ..envs.perturb import PLAIN
 from ..eval.audit import AuditConfig, audit, audit_facts, check_audit, markdown, paragraph, write_audit
 from ..eval.changed import changed_table
-from ..eval.compare import CompareConfig
+from ..eval.compare import CompareConfig, is_evaluation
 from ..eval.followed import follow_results
 from ..eval.matrices import audit_matrices
 from ..eval.plan import read_plan
 from ..eval.metrics import SuccessMatrix, from_rates, from_records, measure, plain
 from ..eval.plots import mean_returns, metrics_table
+from ..eval.results import settings_in
 from ..run.all import configs
 from ..run.config import files_of, fitted, given_twice, make_config, stream_name
 from ..run.folder import without_success
@@ -288,6 +289,13 @@ def measured_at(
         raise FileNotFoundError(f"{path} has no episodes.jsonl: it is no evaluation")
     return Measured(path, path if (path/"stream.json").exists() else path.absolute().parents[1])
 
+def _a_run(path):
+    "The same path; ValueError where it is an evaluation of a run."
+    path = Path(path)
+    if (path/"config.json").is_file() and is_evaluation(path, settings_in(path)):
+        raise ValueError(f"{path} is an evaluation, expected the folder of a run, as {path.resolve().parents[1]}")
+    return path
+
 def write_tables(r:Reached)->list:
     "Write matrix and metrics as CSV; the files. ValueError where no task knows success."
     if r.matrix is None:
@@ -302,7 +310,7 @@ def recovered(
     path # a run's folder
 )->tuple:
     "How a run's earlier tasks come back: for JSON the probes, and savings in percent as the text has them; the text."
-    probes = probe_run(path)
+    probes = probe_run(_a_run(path))
     known = [p for p in probes if p["old"]]   # what was never done cannot come back
     percent = 100*savings_of(known) if known else float("nan")
     said = (f"savings: {percent:.0f} percent of the updates that fresh weights need" if known
@@ -384,7 +392,7 @@ def watch(
     out=None         # where the text goes; None: the standard output
 )->Run:
     "Follow a run until it ends."
-    run,out,said = Run.open(path),out or sys.stdout,("","")
+    run,out,said = Run.open(_a_run(path)),out or sys.stdout,("","")
     while True:
         ended = run.status not in ("starting", "running")   # asked first: what it wrote until then is in the text
         if ended or once or out.isatty():
