@@ -117,3 +117,10 @@ def test_an_evaluation_is_told_from_a_run(tmp_path, capsys):
         assert main([str(w) for w in words]) == 1
         assert f"{path} is an evaluation, expected the folder of a run, as {run}" in capsys.readouterr().err
     assert main(["metrics", str(path)]) == 0
+
+
+def test_compare_of_one_group_has_no_pairs(tmp_path, capsys):
+    "Below the metrics stood: Empty DataFrame, Columns, Index."
+    assert main(["compare", str(a_run(tmp_path/"r", True)), "--n_boot", "20"]) == 0
+    text = capsys.readouterr().out
+    assert "ASR" in text and "100.0" in text and "Empty DataFrame" not in text and "paired" not in text

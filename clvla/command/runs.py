@@ -215,8 +215,9 @@ def comparison_text(c)->str:
     numbers = ["difference", "low", "high", "t_low", "t_high"]
     paired = c.paired[["group", "seeds", "pairs", *numbers,
                        "says"]].assign(**{k: (100*c.paired[k].astype(float)).round(1) for k in numbers})
-    text = f"{c.table.to_string()}\n\npaired with {c.baseline}, difference of final success in points:\n{paired.to_string(index=False)}"
+    text = c.table.to_string()
     if len(paired):
+        text += f"\n\npaired with {c.baseline}, difference of final success in points:\n{paired.to_string(index=False)}"
         text += "\nlow, high: of these policies, from other starts; t_low, t_high: of other seeds, which says goes by"
     if c.unfinished:
         text += f"\n\nnot at their end: {', '.join(c.unfinished)}; they are in no pair, and the metrics have what episodes there are"
