@@ -2,6 +2,8 @@
 import json
 
 from clvla.command.main import main
+from clvla.data.streams import stream_json
+from clvla.envs.all import make_stream
 
 
 def test_list_takes_runs_among_other_names(tmp_path, monkeypatch, capsys):
@@ -26,12 +28,13 @@ def test_write_beside_a_file_is_refused(tmp_path, capsys):
 def a_run(path, won, trials=3, seed=0, **settings):
     "A folder as a run of two tasks leaves it."
     path.mkdir(parents=True)
-    config = dict(seed=seed, algo="imitation", cl="er", n_trials=trials, suite="two", run_dir=str(path)) | settings
-    stream = dict(stages=["a", "b"], tasks=[dict(id="a", env=dict(kind="dot")), dict(id="b", env=dict(kind="dot"))])
-    records = [dict(stage=s, after="ab"[s], step=None, task=t, trial=i, success=won)
-               for s in range(2) for t in "ab"[:s+1] for i in range(trials)]
+    config = dict(seed=seed, algo="imitation", cl="er", n_trials=trials, suite="dot_2", run_dir=str(path)) | settings
+    stream = stream_json(make_stream("dot_2"))
+    ids = [t["id"] for t in stream["tasks"]]
+    records = [dict(stage=s, after=ids[s], step=None, task=t, trial=i, success=won)
+               for s in range(2) for t in ids[:s+1] for i in range(trials)]
     (path/"config.json").write_text(json.dumps(config))
-    (path/"stream.json").write_text(json.dumps(stream))
+    (path/"stream.json").write_text(json.dumps(stream | dict(stages=ids)))
     (path/"episodes.jsonl").write_text("".join(json.dumps(r)+"\n" for r in records))
     return path
 
