@@ -127,3 +127,10 @@ def test_compare_of_one_group_has_no_pairs(tmp_path, capsys):
     assert main(["compare", str(a_run(tmp_path/"r", True)), "--n_boot", "20"]) == 0
     text = capsys.readouterr().out
     assert "ASR" in text and "100.0" in text and "Empty DataFrame" not in text and "paired" not in text
+
+
+def test_a_folder_with_brackets_is_no_pattern(tmp_path, capsys):
+    "It said: no folder matches."
+    runs = [str(a_run(tmp_path/"[lab] 1"/f"s{seed}", seed > 0, seed=seed)) for seed in range(2)]
+    assert main(["compare", *runs, "--n_boot", "20", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["runs"].values()) == [runs]
