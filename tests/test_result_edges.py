@@ -134,3 +134,12 @@ def test_a_folder_with_brackets_is_no_pattern(tmp_path, capsys):
     runs = [str(a_run(tmp_path/"[lab] 1"/f"s{seed}", seed > 0, seed=seed)) for seed in range(2)]
     assert main(["compare", *runs, "--n_boot", "20", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["runs"].values()) == [runs]
+
+
+def test_a_metric_without_an_interval():
+    "It stood beside [nan, nan]."
+    import pandas as pd
+    from clvla.command.runs import metrics_text
+    nan = float("nan")
+    rows = [dict(metric="ASR", percent=50., low=40., high=60., missing=0), dict(metric="own", percent=3., low=nan, high=nan, missing=0)]
+    assert metrics_text(pd.DataFrame(rows)).splitlines() == ["ASR            50.0  [40.0, 60.0]", "own             3.0"]

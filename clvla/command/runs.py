@@ -83,7 +83,8 @@ def metrics_text(
 )->str:
     "Metrics with their 95 % intervals."
     missing = lambda r: f"  {int(r.missing)} cells not measured"*bool(r.missing)
-    of = lambda r: f"{r.metric:<12} {r.percent:6.1f}  [{r.low:.1f}, {r.high:.1f}]{missing(r)}"
+    ends = lambda r: f"  [{r.low:.1f}, {r.high:.1f}]"*(r.low == r.low)   # a metric of your own has none
+    of = lambda r: f"{r.metric:<12} {r.percent:6.1f}{ends(r)}{missing(r)}"
     return "\n".join(of(r) for r in table.itertuples() if r.percent == r.percent)
 
 # %% ../../nbs/command/01_runs.ipynb #62325826
