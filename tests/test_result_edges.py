@@ -143,3 +143,11 @@ def test_a_metric_without_an_interval():
     nan = float("nan")
     rows = [dict(metric="ASR", percent=50., low=40., high=60., missing=0), dict(metric="own", percent=3., low=nan, high=nan, missing=0)]
     assert metrics_text(pd.DataFrame(rows)).splitlines() == ["ASR            50.0  [40.0, 60.0]", "own             3.0"]
+
+
+def test_the_hint_to_watch_can_be_pasted(tmp_path):
+    "A folder with a space had become two words."
+    import shlex
+    from clvla.run.watch import Run
+    words = shlex.split(Run(tmp_path/"my runs"/"r").hint.split(", ")[1])
+    assert words[:3] == ["clvla", "watch", str(tmp_path/"my runs"/"r")]
