@@ -151,3 +151,18 @@ def test_the_hint_to_watch_can_be_pasted(tmp_path):
     from clvla.run.watch import Run
     words = shlex.split(Run(tmp_path/"my runs"/"r").hint.split(", ")[1])
     assert words[:3] == ["clvla", "watch", str(tmp_path/"my runs"/"r")]
+
+
+def test_a_plan_beside_episodes_without_tasks(tmp_path, monkeypatch, capsys):
+    "clvla audit compared them, and its plan had no verdict: 0 shared episodes."
+    monkeypatch.chdir(tmp_path)
+    write = lambda name, task, won: (tmp_path/f"{name}.csv").write_text(
+        ("task," if task else "")+"success\n"+"".join(f"{task+',' if task else ''}{int(i < won)}\n" for i in range(10)))
+    write("new", "pick", 10)
+    write("old", "", 1)
+    plan = dict(endpoint="ASR", methods=["new"], baseline="old", seeds=[0], episodes=10, test="Fisher", smallest=5)
+    (tmp_path/"plan.json").write_text(json.dumps(plan))
+    assert main(["audit", "new.csv", "old.csv", "--plan", "plan.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [v["p"] for v in found["verdicts"]] == [t["p"] for t in found["planned"]["tests"]]
+    assert found["planned"]["tests"][0]["says"] == "shown"
