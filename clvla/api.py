@@ -142,6 +142,8 @@ class Comparison:
     equal:str = ""        # budget that is held equal; "": none
     tolerance:float = .1  # share of the baseline's budget by which another may differ
 
+    def __post_init__(self):   # of fewer draws an interval of 95 % is none
+        if self.n_boot < 20: raise ValueError(f"n_boot is {self.n_boot}, expected 20 draws or more, as 2000")
     @property
     def unfinished(self)->list: return [str(r.path) for rs in self.groups.values() for r in rs if not r.finished]   # folders of runs that are in no pair
     @cached_property

@@ -161,6 +161,7 @@ def of_metrics(command:str, words:Words, o):
     if Path(path).is_file():
         if o.recovery:
             raise ValueError(f"{path} is a file, and --recovery needs the folder of a run with its checkpoints")
+        if o.write: raise ValueError(f"{path} is a file, and --write writes into the folder of a run; leave it out")
         m = runs.read_matrix(path)
         d = runs.matrix_facts(m)
         lines = [f"{k:<12} {v['value']:6.1f}" for k,v in d["metrics"].items() if v["value"] is not None]
@@ -176,7 +177,7 @@ def of_state(command:str, words:Words, o):
     with loading(): from clvla.command import runs
     path = runs.one_of(words, command)
     if command == "watch": return {},runs.watch(path, once=o.once) and ""
-    runs.Run.open(path).stop()
+    runs.Run.open(runs._a_run(path)).stop()
     return {},f"{path} was asked to stop; it saves where it is, and the same command goes on"
 
 # %% ../../nbs/command/04_main.ipynb #8f9d259b
@@ -190,7 +191,10 @@ def of_lists(command:str, words:Words, o):
     names = words.others or ["suites", *lists.MENUS]
     if names == ["runs"]: return (rows := lists.runs_in(o.runs)),lists.runs_text(rows)
     lists.load_named(o.plugins)
-    return {name: lists.listed(name) for name in names},"\n\n".join(map(lists.listed_text, names))
+    # one name among others, too: which runs there are
+    listed = lambda name: lists.runs_in(o.runs) if name == "runs" else lists.listed(name)
+    text = lambda name: lists.runs_text(lists.runs_in(o.runs)) if name == "runs" else lists.listed_text(name)
+    return {name: listed(name) for name in names},"\n\n".join(map(text, names))
 
 def of_machine(command:str, words:Words, o):
     "Look at the machine."

@@ -20,12 +20,13 @@ from ..core.progress import bars
 from ..envs.perturb import PLAIN
 from ..eval.audit import AuditConfig, audit, audit_facts, check_audit, markdown, paragraph, write_audit
 from ..eval.changed import changed_table
-from ..eval.compare import CompareConfig
+from ..eval.compare import CompareConfig, is_evaluation
 from ..eval.followed import follow_results
 from ..eval.matrices import audit_matrices
 from ..eval.plan import read_plan
 from ..eval.metrics import SuccessMatrix, from_rates, from_records, measure, plain
 from ..eval.plots import mean_returns, metrics_table
+from ..eval.results import settings_in
 from ..run.all import configs
 from ..run.config import files_of, fitted, given_twice, make_config, stream_name
 from ..run.folder import without_success
@@ -82,7 +83,8 @@ def metrics_text(
 )->str:
     "Metrics with their 95 % intervals."
     missing = lambda r: f"  {int(r.missing)} cells not measured"*bool(r.missing)
-    of = lambda r: f"{r.metric:<12} {r.percent:6.1f}  [{r.low:.1f}, {r.high:.1f}]{missing(r)}"
+    ends = lambda r: f"  [{r.low:.1f}, {r.high:.1f}]"*(r.low == r.low)   # a metric of your own has none
+    of = lambda r: f"{r.metric:<12} {r.percent:6.1f}{ends(r)}{missing(r)}"
     return "\n".join(of(r) for r in table.itertuples() if r.percent == r.percent)
 
 # %% ../../nbs/command/01_runs.ipynb #62325826
@@ -214,8 +216,9 @@ def comparison_text(c)->str:
     numbers = ["difference", "low", "high", "t_low", "t_high"]
     paired = c.paired[["group", "seeds", "pairs", *numbers,
                        "says"]].assign(**{k: (100*c.paired[k].astype(float)).round(1) for k in numbers})
-    text = f"{c.table.to_string()}\n\npaired with {c.baseline}, difference of final success in points:\n{paired.to_string(index=False)}"
+    text = c.table.to_string()
     if len(paired):
+        text += f"\n\npaired with {c.baseline}, difference of final success in points:\n{paired.to_string(index=False)}"
         text += "\nlow, high: of these policies, from other starts; t_low, t_high: of other seeds, which says goes by"
     if c.unfinished:
         text += f"\n\nnot at their end: {', '.join(c.unfinished)}; they are in no pair, and the metrics have what episodes there are"
@@ -288,6 +291,13 @@ def measured_at(
         raise FileNotFoundError(f"{path} has no episodes.jsonl: it is no evaluation")
     return Measured(path, path if (path/"stream.json").exists() else path.absolute().parents[1])
 
+def _a_run(path):
+    "The same path; ValueError where it is an evaluation of a run."
+    path = Path(path)
+    if (path/"config.json").is_file() and is_evaluation(path, settings_in(path)):
+        raise ValueError(f"{path} is an evaluation, expected the folder of a run, as {path.resolve().parents[1]}")
+    return path
+
 def write_tables(r:Reached)->list:
     "Write matrix and metrics as CSV; the files. ValueError where no task knows success."
     if r.matrix is None:
@@ -302,7 +312,7 @@ def recovered(
     path # a run's folder
 )->tuple:
     "How a run's earlier tasks come back: for JSON the probes, and savings in percent as the text has them; the text."
-    probes = probe_run(path)
+    probes = probe_run(_a_run(path))
     known = [p for p in probes if p["old"]]   # what was never done cannot come back
     percent = 100*savings_of(known) if known else float("nan")
     said = (f"savings: {percent:.0f} percent of the updates that fresh weights need" if known
@@ -384,7 +394,7 @@ def watch(
     out=None         # where the text goes; None: the standard output
 )->Run:
     "Follow a run until it ends."
-    run,out,said = Run.open(path),out or sys.stdout,("","")
+    run,out,said = Run.open(_a_run(path)),out or sys.stdout,("","")
     while True:
         ended = run.status not in ("starting", "running")   # asked first: what it wrote until then is in the text
         if ended or once or out.isatty():

@@ -14,6 +14,7 @@ from math import comb, exp, isfinite, lgamma, log, pi, sqrt
 from pathlib import Path
 from statistics import NormalDist
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 import plotly.graph_objects as go
 from ..core.files import write_json
 from .compare import holm
@@ -96,10 +97,16 @@ def together(a:Results, b:Results)->tuple: # counts of both
     raise ValueError(f"{a.name} and {b.name} share no task: {names[0]} and {names[1]}")
 
 # %% ../../nbs/eval/12_audit.ipynb #2cf7ed9d
+def _keyed(a:Results, b:Results)->pd.DataFrame:
+    "The episodes of the first; trials and seeds as text where one of both has numbers and the other words."
+    x,y = a.episodes,b.episodes
+    words = [k for k in ("trial", "seed") if is_numeric_dtype(x[k]) != is_numeric_dtype(y[k])]
+    return x.assign(**{k: x[k].map(str) for k in words})
+
 def against(a:Results, b:Results)->Verdict:
     "Compare two results by the test that they allow."
     keys = ["task", "trial", "seed"]
-    both = a.episodes.merge(b.episodes, on=keys) if a.pairs and b.pairs else ()
+    both = _keyed(a, b).merge(_keyed(b, a), on=keys) if a.pairs and b.pairs else ()
     if len(both):
         n,won,lost = len(both),int((both.success_x > both.success_y).sum()),int((both.success_x < both.success_y).sum())
         p1,p2 = both.success_x.mean(),both.success_y.mean()

@@ -95,7 +95,7 @@ def folders_of(
     names = [n.strip() for n in (runs.split(",") if isinstance(runs, str) else map(str, runs))]
     found = {}
     for n in names:
-        matches = sorted(glob.glob(n))
+        matches = [n] if os.path.isdir(n) else sorted(glob.glob(n))   # [ and ] may be of a folder's name
         if not matches: raise ValueError(f"no folder matches {n!r} (looked from {Path.cwd()})")
         for path in filter(os.path.isdir, matches): found[path] = found.get(path, False) or path == n
     return found

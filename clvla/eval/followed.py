@@ -249,6 +249,8 @@ def _counts(plan:dict, a, b)->list:
     "Successes and episodes of both on the tasks that both have, of planned seeds where episodes are known."
     if a.episodes is None or b.episodes is None: return [(int(c.k), int(c.n)) for c in together(a, b)]
     x,y = _of_plan(plan, a),_of_plan(plan, b)
+    if ["all"] in ([*a.counts.index], [*b.counts.index]):   # one says only how all went, as for `together`
+        return [(int(t.success.sum()), len(t)) for t in (x, y)]
     return [(int(t.success.sum()), len(t)) for t in (x[x.task.isin(y.task)], y[y.task.isin(x.task)])]
 
 def result_test(plan:dict, a, b)->Planned:

@@ -15,7 +15,7 @@ import pandas as pd
 from ..core.seeds import np_rng
 from .compare import holm, read_run
 from .metrics import SuccessMatrix, of_matrix
-from .results import counted, of_openvla
+from .results import _name_of, counted, of_openvla
 from .stats import SIGNED, Outcomes, centred, outcomes, quantiles, resample
 
 # %% ../../nbs/eval/17_matrices.ipynb #64d43708
@@ -72,6 +72,8 @@ def of_table(name:str, path:Path, n:int)->Matrix:
     if wrong := [s for s in stages if s not in tasks]:
         raise ValueError(f"{path}: a stage trained {wrong[0]!r}, and the tasks are {', '.join(tasks[:6])}")
     if len(set(tasks)) < len(tasks): raise ValueError(f"{path}: a task has two columns: {', '.join(tasks)}")
+    if not stages or not tasks or t.isna().all(axis=None):
+        raise ValueError(f"{path} has no cell: expected a column for each task, and a line for each stage that names the task it trained")
     R = t.apply(pd.to_numeric, errors="coerce").to_numpy(float)
     if (np.isnan(R) & t.notna().to_numpy()).any() or not (np.isnan(R) | (0 <= R) & (R <= 100)).all():
         raise ValueError(f"{path}: a cell is a share, a percentage, or empty")
@@ -92,8 +94,10 @@ def read_matrix(
 )->Matrix:
     "Read a matrix; FileNotFoundError or ValueError says what is wrong with it."
     name,equals,what = text.partition("=")
-    name,what = (name, what) if equals else (Path(text).stem or text, text)
-    if table := re.fullmatch(r"(.+\.csv)/(\d+)", what):
+    table = r"(.+\.csv)/(\d+)"
+    own = _name_of(m[1] if (m := re.fullmatch(table, text)) else text)   # a table's is that of its file
+    name,what = (name, what) if equals and not Path(text).exists() else (own, text)
+    if table := re.fullmatch(table, what):
         if not Path(table[1]).is_file() or not int(table[2]):
             raise FileNotFoundError(f"{name}: there is no {table[1]}, or it has {table[2]} trials")
         return of_table(name, Path(table[1]), int(table[2]))

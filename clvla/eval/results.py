@@ -268,6 +268,8 @@ def of_run(name:str, path:Path)->Results:
     "The last stage of a run or of an evaluation: the tasks that were trained, under the seed of the run."
     records = [r for file in sorted(path.glob("episodes*.jsonl")) for r in read_jsonl(file)]
     if not records: raise ValueError(f"{name}: {path} has no episodes yet")
+    if all(r.get("step") is not None for r in records):
+        raise ValueError(f"{name}: {path} has episodes of a learning curve alone; its first stage is not at its end")
     config = settings_in(path)
     run = settings_in(path.resolve().parents[1]) if is_evaluation(path, config) else config
     ends,probes = ends_at(path, records)
@@ -312,12 +314,17 @@ def of_json(name:str, path:Path, d)->Results:
         f"{name}: {path} is JSON of no known form; known are LeRobot's eval_info.json and vla-eval's aggregate")
 
 # %% ../../nbs/eval/11_results.ipynb #1c7e5814
+def _name_of(text:str)->str:
+    "What is called so by itself: numbers as they are, a folder whole (`lr-0.1` is no `lr-0`), a file without its ending."
+    if re.fullmatch(r"[\d.]+ ?%?/\d+", text): return text
+    return (Path(text).name if Path(text).is_dir() else Path(text).stem) or text
+
 def read_results(
     text:str # NAME=WHAT, or WHAT alone: a folder, a file, or two numbers
 )->Results:
     "Read what somebody measured; FileNotFoundError or ValueError says what is wrong with it."
     name,equals,what = text.partition("=")
-    name,what = (name, what) if equals else (Path(text).stem or text, text)
+    name,what = (name, what) if equals and not Path(text).exists() else (_name_of(text), text)
     if (found := of_text(name, what)) is not None: return found
     path = Path(what)
     if path.is_dir(): return of_run(name, path)

@@ -125,7 +125,8 @@ def held_out_table(
     "Error on held-out demonstrations after each stage, in units of the constant action's; empty: not learnt yet."
     rows = read_json(Path(run_dir)/"held_out.json")
     tasks = list(dict.fromkeys(r["task"] for r in rows))
-    of = {(r["stage"], r["task"]): f"{r['ratio']:.2f}" for r in rows}
+    # where the constant action is right there is nothing to be held against
+    of = {(r["stage"], r["task"]): "none" if r["ratio"] is None else f"{r['ratio']:.2f}" for r in rows}
     stages = dict.fromkeys((r["stage"], r["after"]) for r in rows)
     return Table([(f"{t}: {name}", *(of.get((t, task), "not learnt yet") for task in tasks)) for t,name in stages],
                  columns=["after", *tasks])

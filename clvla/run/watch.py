@@ -6,7 +6,7 @@
 __all__ = ['last_record', 'Run', 'is_alive', 'runs_here', 'updates_of', 'Shown', 'Board', 'Drawing']
 
 # %% ../../nbs/run/12_watch.ipynb #1c10a4fe
-import json, os, platform, signal, time
+import json, os, platform, shlex, signal, time
 from pathlib import Path
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -266,7 +266,7 @@ class Drawing:
 def hint(self:Run)->str:
     "How to see the run elsewhere. JupyterLab shows nothing newer in a tab that was closed and opened again."
     if getattr(get_ipython(), "kernel", None) is None:
-        return f"in another terminal, clvla watch {self.path.resolve()} shows this run, and clvla stop lets it save and end"
+        return f"in another terminal, clvla watch {shlex.quote(str(self.path.resolve()))} shows this run, and clvla stop lets it save and end"
     return ("if you close this tab, follow the run in any notebook: "
             f"from clvla.run.watch import Run; Run.open({str(self.path.resolve())!r}).follow()")
 

@@ -102,14 +102,15 @@ def error_after(
     policy, processor,
     algo,        # may change the policy for each task
     trained:dict, held:dict # task id -> frame store
-)->list:         # of dicts: stage, after, task, error, constant, ratio, demonstrations, frames
+)->list:         # of dicts: stage, after, task, error, constant, ratio (None: the constant action is right), demonstrations, frames
     "Measure the held-out error on some tasks after a stage, and write it down."
     rows,mode = [],policy.training
     policy.eval()
     for task_id in ids:
         with torch.inference_mode(), algo.eval_policy(policy, task_id):
-            rows.append(moment | dict(task=task_id) | error_of(policy, processor, trained[task_id], held[task_id],
-                                                               task_id))
+            row = error_of(policy, processor, trained[task_id], held[task_id], task_id)
+            if row["ratio"] != row["ratio"]: row["ratio"] = None   # JSON has no NaN
+            rows.append(moment | dict(task=task_id) | row)
     policy.train(mode)
     file = Path(path)/"held_out.json"
     before = [row for row in (read_json(file) if file.exists() else []) if row["stage"] != moment["stage"]]

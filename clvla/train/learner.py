@@ -175,7 +175,7 @@ def measure_held_out(self:Imitation, t:int):
             rows = error_after(self.shell.run.path, dict(stage=t, after=stage.name), ids, policy, self.processor,
                                self.trainer.algo,
                                self.data.stores, self.held)
-        said = ", ".join(f"{r['task']} {r['ratio']:.2f}" for r in rows)
+        said = ", ".join(f"{r['task']} "+("none" if r["ratio"] is None else f"{r['ratio']:.2f}") for r in rows)
         self.shell.say(f"after {stage.name}: held-out error, 1 is the constant action: {said}")
     self.acc.wait_for_everyone()
 
