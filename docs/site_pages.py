@@ -165,16 +165,17 @@ def with_facts(source, place, page):
 
 def code_cells(cell):
     """What a code cell becomes, without directives; nothing for a hidden one. `folded` is the line that stands for code that a
-    reader may pass over: imports, the rarely needed parameters of an experiment page, the lines of a table that is shown below."""
+    reader may pass over: imports, all parameters of an experiment page, the lines of a table that is shown below."""
     if re.search(r"^#\| *(hide|default_exp)\b", text(cell), re.M): return []
-    source, *rare = re.split(r"\n(?=_\w+ = \"\"\"\n)", DIRECTIVE.sub("", text(cell)).strip("\n"))
+    source = DIRECTIVE.sub("", text(cell)).strip("\n")
     outputs = [shown(o) for o in cell.get("outputs", [])]
     told = [dict(cell_type="markdown", source="".join(o["data"]["text/markdown"]))   # as a text of the page, its links are checked
             for o in outputs if "text/markdown" in o.get("data", {})]
-    folded = "Imports" if only_imports(source) and not outputs else "The lines of this table" if told and '"""' in source else None
+    rare = "parameters" in cell["metadata"].get("tags", ()) and "hide-input" in cell["metadata"]["tags"]
+    folded = ("All parameters" if rare else "Imports" if only_imports(source) and not outputs
+              else "The lines of this table" if told and '"""' in source else None)
     kept = [o for o in outputs if "text/markdown" not in o.get("data", {})]
-    first = [dict(cell_type="code", source=source, outputs=kept, folded=folded)] if source else []
-    return first+[dict(cell_type="code", source=more, outputs=[], folded="All other parameters") for more in rare]+told
+    return ([dict(cell_type="code", source=source, outputs=kept, folded=folded)] if source else [])+told
 
 
 def for_site(place, page, known, root):

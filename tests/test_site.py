@@ -97,7 +97,7 @@ def test_what_a_reader_may_pass_over_is_folded_and_directives_left_out(html):
     page = html["nbs/cl/08_er.html"]
     assert page.count("<details") == 1 and "#|" not in re.sub("<[^>]+>", "", page)
     folded = lambda name: set(re.findall(r'<p class="collapsed admonition-title">(.*?)</p>', html[name]))
-    assert folded("nbs/cl/08_er.html") == {"Imports"} and folded("nbs/run_cl.html") == {"All other parameters"}
+    assert folded("nbs/cl/08_er.html") == {"Imports"} and folded("nbs/run_cl.html") == {"All parameters"}
     assert folded("nbs/guides/coming_from.html") == {"Imports", "The lines of this table"}
     assert "buffer_size_per_task</span></code></p></td>" in html["nbs/guides/coming_from.html"], "the table itself is shown"
     assert site_pages.only_imports("import a\nb.c = 1") and not site_pages.only_imports("import a\nf()") and not site_pages.only_imports("x = 1")

@@ -1,9 +1,10 @@
-"""Write the lists of rarely needed parameters into the parameters cells of run_cl, run_rl and run_crl, where papermill looks for names.
+"""Write the list of all parameters into the folded cell of run_cl, run_rl and run_crl, where papermill looks for names.
 
     python tools/parameters.py            # rewrite the lists; tests/test_run.py checks that they are complete
 
-Papermill reads the cell without running it, and says "Passed unknown parameter" of every name that has no line `name = value`
-there. The list is a text, so that the page defines none of these names; the config has their defaults.
+Papermill reads the cell tagged `parameters` without running it, and says "Passed unknown parameter" of every name that has no line
+`name = value` there. The list is a text, so that the cell defines none of these names: the cell `settings` before it has those
+that a user changes, the config the defaults of the others.
 """
 import inspect
 import json
@@ -11,7 +12,7 @@ import re
 from pathlib import Path
 
 NBS = Path(__file__).resolve().parents[1]/"nbs"
-BEGIN, END = '_others = """', '"""'
+FOLDED = '_names = """\n{}\n"""\nfurther_settings(_names, globals())'
 
 
 def groups_and_menus(page):
@@ -56,25 +57,37 @@ def settings_with_owner(menus):
 
 
 def lines(page, shown):
-    "The lines of the list, without the names that the cell itself defines."
+    "The lines of the list; first those of the settings that the page shows, from the source of their cell."
     groups, menus = groups_and_menus(page)
-    rows, taken = [], set(shown)
-    for name, default, text in [*fields_with_help(groups), *settings_with_owner(menus)]:
+    rows, taken = [], set()
+    for name, default, text in [*shown, *fields_with_help(groups), *settings_with_owner(menus)]:
         if name in taken: continue
         taken.add(name)
-        rows.append(f"{name} = {default}  # {text.replace('=', 'is')}")   # papermill reads one = a line
+        rows.append(f"{name} = {default}  # {text.replace('="', ' "').replace('=', 'is')}")   # papermill reads one = a line
     return rows
 
 
+def shown_in(source):
+    "Name, default and comment of the settings of a cell; a comment may go on."
+    found = []
+    for line in source.splitlines():
+        if m := re.match(r"(\w+) = (.*?)\s+# (.*)", line): found.append([*m.groups()])
+        elif found and (m := re.match(r"\s+# (.*)", line)): found[-1][2] += f" {m[1]}"
+    return found
+
+
 def write(name):
-    "Rewrite the list of one page."
+    "Rewrite the list of one page, and the table that its cell shows."
+    from clvla.run.page_settings import further_settings
     path = NBS/f"{name}.ipynb"
     page = json.loads(path.read_text())
-    cell = next(c for c in page["cells"] if "parameters" in c["metadata"].get("tags", ()))
-    source = "".join(cell["source"]).split(BEGIN)[0].rstrip()
-    shown = re.findall(r"(?m)^(\w+) = ", source)
-    text = "\n".join([source, BEGIN, *lines(name, shown), END])
-    cell["source"] = text.splitlines(True)
+    tagged = lambda tag: next(c for c in page["cells"] if tag in c["metadata"].get("tags", ()))
+    shown = shown_in("".join(tagged("settings")["source"]))
+    listed = "\n".join(lines(name, shown))
+    table = further_settings(listed, [name for name, *_ in shown])
+    data = {"text/html": table.data.splitlines(True), "text/plain": [repr(table)]}
+    output = dict(output_type="execute_result", data=data, execution_count=None, metadata={})
+    tagged("parameters").update(source=FOLDED.format(listed).splitlines(True), outputs=[output])   # what the cell shows
     path.write_text(json.dumps(page, indent=1, ensure_ascii=False)+"\n")
 
 

@@ -27,9 +27,10 @@ def page_file(
 
 # %% ../../nbs/command/00_words.ipynb #2c461e0a
 def parameters_cell(page:Path)->str:
-    "The source of the cell with the tag `parameters`."
+    "The source of the cell with the tag `parameters`, behind that of the cell `settings` where a page has one."
     cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
-    return "".join(next(c for c in cells if "parameters" in c["metadata"].get("tags", ()))["source"])
+    tagged = [c["source"] for c in cells if {"settings", "parameters"} & {*c["metadata"].get("tags", ())}]
+    return "\n".join("".join(source) for source in tagged)
 
 def defaults_of(
     page:Path
@@ -45,7 +46,9 @@ def parameters_of(
     "What a page may be told, as its parameters cell says it."
     found,last = {},None
     for line in parameters_cell(page).splitlines():
-        if m := re.match(r"(\w+) = (.*?)\s+# (.*)", line): found[last := m[1]] = m[2],m[3]
+        if m := re.match(r"(\w+) = (.*?)\s+# (.*)", line):
+            last = m[1] if m[1] not in found else None   # the text of rare ones has those that are shown again
+            if last: found[last] = m[2],m[3]
         elif last and (m := re.match(r"\s+# (.*)", line)):
             found[last] = found[last][0],f"{found[last][1]} {m[1]}"   # goes on
     return {k: v for k,v in found.items() if not k.startswith("_")}

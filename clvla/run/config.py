@@ -22,7 +22,7 @@ from .all import checks, configs
 from .machine import (CHOSEN, VISIBLE, check_gpus, check_machine, check_workers, chosen_gpus, count_gpus,
                                device_of, gpu_numbers,
                                gpus_said, resident_gb, use_gpus)
-from .page_settings import (NOT_PARAMETERS, PAGES, files_of, fitted, from_page, given_twice, page_begins,
+from .page_settings import (NOT_PARAMETERS, PAGES, files_of, fitted, from_page, further_settings, given_twice, page_begins,
                                      papermill_command,
                                      refuse_twice, work_in_project)
 from .parameters import (SIMPLE, a_dict, literal, make_config, owner_of, put_setting, setting_value,
