@@ -6,6 +6,7 @@
 __all__ = ['dot', 'project', 'AGEM']
 
 # %% ../../nbs/cl/11_agem.ipynb #6a1d3c5d
+from fastcore.basics import patch
 from .base import CLAlgorithm
 from .buffer import SAMPLING, SELECTION, SIZE, STORE, TaskBuffer
 from ..core.batch import rng_state, set_rng_state, to_device, torch_rng
@@ -69,10 +70,13 @@ class AGEM(CLAlgorithm):
     def on_task_end(self, ctx): self.buf.add_task(ctx.task_id, ctx.data, ctx)
     def metrics(self): return dict(vetoed=self.n_vetoed/max(1, self.n_steps), buffer=float(len(self.buf)))
 
-    def state_dict(self):
-        return dict(buf=self.buf.state_dict(), steps=[self.n_steps, self.n_vetoed], generator=rng_state(self.generator))
+# %% ../../nbs/cl/11_agem.ipynb #ce11002c
+@patch
+def state_dict(self:AGEM):
+    return dict(buf=self.buf.state_dict(), steps=[self.n_steps, self.n_vetoed], generator=rng_state(self.generator))
 
-    def load_state_dict(self, state):
-        self.buf.load_state_dict(state["buf"])
-        self.n_steps,self.n_vetoed = state["steps"]
-        set_rng_state(self.generator, state["generator"])
+@patch
+def load_state_dict(self:AGEM, state):
+    self.buf.load_state_dict(state["buf"])
+    self.n_steps,self.n_vetoed = state["steps"]
+    set_rng_state(self.generator, state["generator"])

@@ -87,6 +87,7 @@ class Size(Count):
 SAMPLING,STORE = Choice(("uniform", "balanced", "rotating")),Store()
 SELECTION,SIZE = Choice(selections),Size()
 
+# %% ../../nbs/cl/03_buffer.ipynb #ce11001c
 class TaskBuffer:
     "Remembered samples of finished tasks."
     @settled

@@ -86,10 +86,12 @@ class UnrollSource:
     def fetch(self, task_id:str, idx)->dict: return cat(*(self.of(task_id)[int(i)] for i in idx))
     def fetch_refs(self, refs:list)->dict: return cat(*(self.of(task_id)[int(i)] for task_id,i in refs))
 
-    def sample_batches(self, n_batches:int, B:int, purpose:str):
-        "Unrolls of the present stage, each at most once."
-        order = np_rng(self.seed, purpose, self.t).permutation(len(self.now.items))[:n_batches*B]
-        return [cat(*(self.now.items[i] for i in order[k:k+B])) for k in range(0, len(order), B)]
+# %% ../../nbs/crl/20_unrolls.ipynb #ce11003c
+@patch
+def sample_batches(self:UnrollSource, n_batches:int, B:int, purpose:str):
+    "Unrolls of the present stage, each at most once."
+    order = np_rng(self.seed, purpose, self.t).permutation(len(self.now.items))[:n_batches*B]
+    return [cat(*(self.now.items[i] for i in order[k:k+B])) for k in range(0, len(order), B)]
 
 # %% ../../nbs/crl/20_unrolls.ipynb #fd1ccf61
 @patch

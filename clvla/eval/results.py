@@ -285,6 +285,7 @@ def of_run(name:str, path:Path)->Results:
         f"{', '.join(probes)}, on which it was not trained, {'is' if len(probes) == 1 else 'are'} left out"]*bool(probes)
     return found
 
+# %% ../../nbs/eval/11_results.ipynb #ce11004c
 def unfinished(
     path:Path,    # of a run or of an evaluation
     config:dict,  # its settings

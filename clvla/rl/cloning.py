@@ -62,13 +62,15 @@ class Successes:
         self.parts = [{k: np.concatenate([part[k] for part in self.parts]) for k in self.parts[0]}]
         self.arrays = self.parts[0]
 
-    def gather(self, idx)->dict:
-        "A raw batch, as a frame store gives it."
-        idx = np.asarray(idx, np.int64)
-        batch = {k: torch.from_numpy(v[idx]) for k,v in self.arrays.items()}
-        batch |= {k: v.permute(0, 3, 1, 2) for k,v in batch.items() if v.ndim == 4}   # images
-        ids = [self.task_ids[i] for i in idx]
-        return batch | {INDEX: torch.from_numpy(idx), PROMPT: [self.prompts[i] for i in ids], TASK_ID: ids}
+# %% ../../nbs/rl/11_cloning.ipynb #ce11006c
+@patch
+def gather(self:Successes, idx)->dict:
+    "A raw batch, as a frame store gives it."
+    idx = np.asarray(idx, np.int64)
+    batch = {k: torch.from_numpy(v[idx]) for k,v in self.arrays.items()}
+    batch |= {k: v.permute(0, 3, 1, 2) for k,v in batch.items() if v.ndim == 4}   # images
+    ids = [self.task_ids[i] for i in idx]
+    return batch | {INDEX: torch.from_numpy(idx), PROMPT: [self.prompts[i] for i in ids], TASK_ID: ids}
 
 # %% ../../nbs/rl/11_cloning.ipynb #aca75aa0
 @patch

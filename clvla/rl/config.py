@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 import json
+from fastcore.basics import patch
 from ..core.config import arguments_of
 from ..core.plugins import load_plugins
 from .all import method_for, methods
@@ -70,6 +71,7 @@ def of_phase(
 SUITE = dict(base="mt50", tasks=["drawer-open"], name="drawer-open")
 OLDER = dict(best_of_n=dict(N=16))   # method -> settings whose default is another one now, with the older one
 
+# %% ../../nbs/rl/20_config.ipynb #ce11008c
 @dataclass(frozen=True, kw_only=True)
 class PracticeConfig(PracticeSettings, TrainConfig):
     "Everything that decides what a run of practice computes."
@@ -105,13 +107,15 @@ class PracticeConfig(PracticeSettings, TrainConfig):
         if given.get("algo", cls.algo) == "auto": given = given | dict(algo=algo_for(cls(**asked)))
         return super().settings(given)
 
-    def eval_algo(self):
-        "None is needed: a method leaves one policy for all tasks."
-        from clvla.cl.base import CLAlgorithm
-        return CLAlgorithm()
+# %% ../../nbs/rl/20_config.ipynb #ce11009c
+@patch
+def eval_algo(self:PracticeConfig):
+    "None is needed: a method leaves one policy for all tasks."
+    from clvla.cl.base import CLAlgorithm
+    return CLAlgorithm()
 
-    @property
-    def n_rounds(self)->int: return -(-self.episodes//self.round_episodes)   # of each stage
+@patch(as_prop=True)
+def n_rounds(self:PracticeConfig)->int: return -(-self.episodes//self.round_episodes)   # of each stage
 
 # %% ../../nbs/rl/20_config.ipynb #c200000a
 SMOKE = dict(n_demos=2, steps_per_task=4, episodes=6, round_episodes=3, rows_per_task=3)

@@ -93,8 +93,12 @@ class TokenRounds(TokenMethod):
         super().begin()
         if not explored: self.rollout = None
 
-    def played(self, attempt)->dict: return played_chunks(attempt, self.policy.actor, self.gamma)
-    def more(self, attempts, parts)->dict: return {}   # further entries of the rollout
+# %% ../../nbs/rl/15_token_ppo.ipynb #ce11007c
+@patch
+def played(self:TokenRounds, attempt)->dict: return played_chunks(attempt, self.policy.actor, self.gamma)
+
+@patch
+def more(self:TokenRounds, attempts, parts)->dict: return {}   # further entries of the rollout
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #caec4408
 @patch

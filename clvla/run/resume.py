@@ -46,6 +46,7 @@ def generators_of(
     raise FileNotFoundError(f"{folder} has no {file.name}, which process {rank} writes there: a file was removed, the run had fewer processes, or "
                             "the folder is not on a disk that all its machines share")
 
+# %% ../../nbs/run/09_resume.ipynb #ce1100ac
 def checkpoint_name(learner)->str:
     "Name of the checkpoint of this moment: 002-TASK after stage 2, 002+000150-TASK after 150 updates inside it."
     t,step = learner.position

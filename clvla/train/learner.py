@@ -49,6 +49,7 @@ Stage = namedtuple("Stage", "t task_ids name n_steps")
 class OnStream:
     "A learner whose results are about the tasks of a stream; it has cfg, shell, stream, stages and processor."
 
+# %% ../../nbs/train/04_learner.ipynb #ce1100bc
 class Imitation(OnStream):
     "One policy, one stream, one algorithm."
     files = ("state", "algo")   # a checkpoint's state.safetensors and algo.safetensors

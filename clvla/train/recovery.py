@@ -144,6 +144,7 @@ def points_of(
         raise ValueError(f"{folder} has no checkpoint after task {missing[0]!r}, found those after {', '.join(there)}; a probe needs the one after each task")
     return {task: there[task] for task in tasks}
 
+# %% ../../nbs/train/19_recovery.ipynb #ce1100cc
 def freed(
     policy,
     fresh # as the run began it

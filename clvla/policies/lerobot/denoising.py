@@ -82,13 +82,15 @@ class Denoising(LeRobot):
         goal = torch.stack([x if learns_noise else action for x,_ in draws], 1)
         return masked_mean((pred-goal)**2, batch[PAD]),dict(pred=pred, pooled=seen.float())
 
-    def chunks(self, obs, n, noise):
-        seen,scheduler = self.see(self.inputs(obs)).repeat_interleave(n, 0),self.denoiser.noise_scheduler
-        x = noise.reshape(-1, self.H, self.A)
-        scheduler.set_timesteps(self.denoiser.num_inference_steps)
-        for t in scheduler.timesteps:
-            x = scheduler.step(self.denoise(x, t.to(x.device).expand(len(x)), seen), t, x).prev_sample
-        return x.float().view_as(noise)
+# %% ../../../nbs/policies/lerobot/02_denoising.ipynb #ce11005c
+@patch
+def chunks(self:Denoising, obs, n, noise):
+    seen,scheduler = self.see(self.inputs(obs)).repeat_interleave(n, 0),self.denoiser.noise_scheduler
+    x = noise.reshape(-1, self.H, self.A)
+    scheduler.set_timesteps(self.denoiser.num_inference_steps)
+    for t in scheduler.timesteps:
+        x = scheduler.step(self.denoise(x, t.to(x.device).expand(len(x)), seen), t, x).prev_sample
+    return x.float().view_as(noise)
 
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #1d10000d
 @patch(cls_method=True)
