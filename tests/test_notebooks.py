@@ -85,3 +85,16 @@ def test_experiments_keep_their_parameters_tag():
               for nb in ALL if meta(nb).get("run") == "experiment"}
     assert set(tagged) >= {"run_cl", "eval_cl", "compare"}
     assert all(len(v) == 1 for v in tagged.values())
+
+
+@pytest.mark.parametrize("name", ["run_cl", "run_rl", "run_crl"])
+def test_the_settings_of_a_page_fit_one_screen_and_the_others_are_folded(name):
+    from clvla.command.words import defaults_of, parameters_of
+    page = ROOT/f"nbs/{name}.ipynb"
+    cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+    at, folded = (next(k for k, c in enumerate(cells) if tag in c["metadata"].get("tags", ())) for tag in ("settings", "parameters"))
+    assert folded == at+1 and "\n" in (shown := "".join(cells[at]["source"])) and len(shown.splitlines()) <= 20
+    assert cells[folded]["metadata"]["jupyter"] == dict(source_hidden=True)   # papermill adds its cell behind this one, which defines no setting
+    assert "".join(cells[folded]["source"]).split('"""')[2].strip() == "further_settings(_names, globals())"
+    table, names = "".join(cells[folded]["outputs"][0]["data"]["text/html"]), parameters_of(page)
+    assert {n for n in names if f"<tr><td>{n}</td>" in table} == set(names)-set(defaults_of(page))

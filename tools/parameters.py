@@ -67,22 +67,15 @@ def lines(page, shown):
     return rows
 
 
-def shown_in(source):
-    "Name, default and comment of the settings of a cell; a comment may go on."
-    found = []
-    for line in source.splitlines():
-        if m := re.match(r"(\w+) = (.*?)\s+# (.*)", line): found.append([*m.groups()])
-        elif found and (m := re.match(r"\s+# (.*)", line)): found[-1][2] += f" {m[1]}"
-    return found
-
-
 def write(name):
     "Rewrite the list of one page, and the table that its cell shows."
+    from clvla.command.words import defaults_of, parameters_of
     from clvla.run.page_settings import further_settings
     path = NBS/f"{name}.ipynb"
     page = json.loads(path.read_text())
     tagged = lambda tag: next(c for c in page["cells"] if tag in c["metadata"].get("tags", ()))
-    shown = shown_in("".join(tagged("settings")["source"]))
+    told = parameters_of(path)
+    shown = [(name, *told[name]) for name in defaults_of(path)]
     listed = "\n".join(lines(name, shown))
     table = further_settings(listed, [name for name, *_ in shown])
     data = {"text/html": table.data.splitlines(True), "text/plain": [repr(table)]}

@@ -44,7 +44,7 @@ class SI(L2):
     ):
         super().__init__(c)
         self.w = self.start = None # (P,) of the task under way; None before the first
-        self.end = None            # (P,) where its updates have led; None before the first
+        self.end = None            # (P,) where its updates have led; None before the first one of a task
 
     def on_task_start(self, ctx):
         self.start = weights_now(ctx)

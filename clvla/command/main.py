@@ -177,7 +177,7 @@ def of_state(command:str, words:Words, o):
     with loading(): from clvla.command import runs
     path = runs.one_of(words, command)
     if command == "watch": return {},runs.watch(path, once=o.once) and ""
-    runs.Run.open(runs._a_run(path)).stop()
+    runs.Run.open(runs.whole_run(path)).stop()
     return {},f"{path} was asked to stop; it saves where it is, and the same command goes on"
 
 # %% ../../nbs/command/04_main.ipynb #8f9d259b

@@ -6,8 +6,8 @@
 __all__ = ['LEARNERS', 'FORM', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached',
            'finite', 'rows_of', 'facts', 'shown', 'lacking', 'told', 'begin', 'one_of', 'more_episodes', 'evaluated',
            'side_by_side', 'comparison_text', 'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts',
-           'measured_at', 'write_tables', 'recovered', 'audited', 'asked', 'serve', 'state_text', 'results_text',
-           'has_blocks', 'watch', 'say_news']
+           'measured_at', 'whole_run', 'write_tables', 'recovered', 'audited', 'asked', 'serve', 'state_text',
+           'results_text', 'has_blocks', 'watch', 'say_news']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
 import csv, json, sys, threading, time
@@ -291,7 +291,7 @@ def measured_at(
         raise FileNotFoundError(f"{path} has no episodes.jsonl: it is no evaluation")
     return Measured(path, path if (path/"stream.json").exists() else path.absolute().parents[1])
 
-def _a_run(path):
+def whole_run(path):
     "The same path; ValueError where it is an evaluation of a run."
     path = Path(path)
     if (path/"config.json").is_file() and is_evaluation(path, settings_in(path)):
@@ -312,7 +312,7 @@ def recovered(
     path # a run's folder
 )->tuple:
     "How a run's earlier tasks come back: for JSON the probes, and savings in percent as the text has them; the text."
-    probes = probe_run(_a_run(path))
+    probes = probe_run(whole_run(path))
     known = [p for p in probes if p["old"]]   # what was never done cannot come back
     percent = 100*savings_of(known) if known else float("nan")
     said = (f"savings: {percent:.0f} percent of the updates that fresh weights need" if known
@@ -394,7 +394,7 @@ def watch(
     out=None         # where the text goes; None: the standard output
 )->Run:
     "Follow a run until it ends."
-    run,out,said = Run.open(_a_run(path)),out or sys.stdout,("","")
+    run,out,said = Run.open(whole_run(path)),out or sys.stdout,("","")
     while True:
         ended = run.status not in ("starting", "running")   # asked first: what it wrote until then is in the text
         if ended or once or out.isatty():

@@ -15,7 +15,7 @@ import pandas as pd
 from ..core.seeds import np_rng
 from .compare import holm, read_run
 from .metrics import SuccessMatrix, of_matrix
-from .results import _name_of, counted, of_openvla
+from .results import counted, of_openvla, own_name
 from .stats import SIGNED, Outcomes, centred, outcomes, quantiles, resample
 
 # %% ../../nbs/eval/17_matrices.ipynb #64d43708
@@ -95,7 +95,7 @@ def read_matrix(
     "Read a matrix; FileNotFoundError or ValueError says what is wrong with it."
     name,equals,what = text.partition("=")
     table = r"(.+\.csv)/(\d+)"
-    own = _name_of(m[1] if (m := re.fullmatch(table, text)) else text)   # a table's is that of its file
+    own = own_name(m[1] if (m := re.fullmatch(table, text)) else text)   # a table's is that of its file
     name,what = (name, what) if equals and not Path(text).exists() else (own, text)
     if table := re.fullmatch(table, what):
         if not Path(table[1]).is_file() or not int(table[2]):

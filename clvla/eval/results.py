@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'MOST', 'LEVEL', 'KINDS', 'LINE', 'Results', 'of_episodes', 'of_counts', 'counted', 'of_text', 'read_csv',
            'share_interval', 'of_lerobot', 'of_vla_eval', 'lines_of_openvla', 'rows_of_openvla', 'of_openvla',
-           'settings_in', 'stored_stream', 'ends_at', 'of_run', 'unfinished', 'of_json', 'read_results']
+           'settings_in', 'stored_stream', 'ends_at', 'of_run', 'unfinished', 'of_json', 'own_name', 'read_results']
 
 # %% ../../nbs/eval/11_results.ipynb #41043294
 import json, re
@@ -315,7 +315,7 @@ def of_json(name:str, path:Path, d)->Results:
         f"{name}: {path} is JSON of no known form; known are LeRobot's eval_info.json and vla-eval's aggregate")
 
 # %% ../../nbs/eval/11_results.ipynb #1c7e5814
-def _name_of(text:str)->str:
+def own_name(text:str)->str:
     "What is called so by itself: numbers as they are, a folder whole (`lr-0.1` is no `lr-0`), a file without its ending."
     if re.fullmatch(r"[\d.]+ ?%?/\d+", text): return text
     return (Path(text).name if Path(text).is_dir() else Path(text).stem) or text
@@ -325,7 +325,7 @@ def read_results(
 )->Results:
     "Read what somebody measured; FileNotFoundError or ValueError says what is wrong with it."
     name,equals,what = text.partition("=")
-    name,what = (name, what) if equals and not Path(text).exists() else (_name_of(text), text)
+    name,what = (name, what) if equals and not Path(text).exists() else (own_name(text), text)
     if (found := of_text(name, what)) is not None: return found
     path = Path(what)
     if path.is_dir(): return of_run(name, path)
