@@ -44,8 +44,9 @@ def further_settings(
 )->HTML:
     "A folded table of settings."
     found = [m.groups() for line in text.splitlines() if (m := SETTING.match(line)) and m[1] not in shown]
-    rows = "".join("<tr>" + "".join(f"<td>{escape(word)}</td>" for word in row) + "</tr>" for row in found)
-    head = "<tr><th>name</th><th>default</th><th>what it is</th></tr>"
+    row = lambda name,default,what: f"<tr><td>{name}</td><td>{default}</td><td style='text-align:left'>{what}</td></tr>"
+    rows = "".join(row(*map(escape, words)) for words in found)
+    head = "<tr><th>name</th><th>default</th><th style='text-align:left'>what it is</th></tr>"
     return HTML(f"<details><summary>{len(found)} further settings</summary><table>{head}{rows}</table></details>")
 
 # %% ../../nbs/run/31_page_settings.ipynb #1294a9c0
