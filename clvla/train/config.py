@@ -36,12 +36,12 @@ class DataSettings:
     cycles:int = 1               # how often the stream is gone through
     partition:str = "auto"       # how LeRobot data sets become tasks: auto, by_task_index, by_dataset
     n_demos:int = 0              # demonstrations per task
-    held_out:float = 0.          # share of them that is not trained on, and on which the error of the actions is measured
+    held_out:float = 0.          # share of the demonstrations that is not trained on, but measures the error of actions
     prefetch:int = 0             # batches that are prepared ahead of the step
     image_size:int = 0           # height and width of each picture, pixels
     stats:str = "global"         # statistics of all tasks (global), frozen after the first (first), or those of `init_from` (init)
     state_norm:str = "mean_std"  # identity, mean_std, min_max or quantiles
-    action_norm:str = ""         # the same
+    action_norm:str = ""         # of actions: the same; "" is what the policy asks for
     blind:bool = False           # control: every picture becomes its camera's mean colour
     deaf:bool = False            # control: every instruction becomes one and the same sentence
     accept:str = ""              # what is trained on all the same: words of page data/mixtures, with commas
