@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -413,37 +412,6 @@ def test_a_disk_that_is_full(tmp_path):
     may = subprocess.run(["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c \"$CODE\""], capture_output=True, text=True, env=os.environ | dict(CODE=code))
     said = may.stdout if may.returncode == 0 else subprocess.run([sys.executable, "-c", f"import shutil; shutil.disk_usage = lambda p: shutil._ntuple_diskusage(10**6, 0, 10**6); {code}"], capture_output=True, text=True).stdout
     assert said.count("problem") == 2 and "disk of the data" in said, may
-
-
-# an installed library, without the repository
-
-@pytest.fixture(scope="module")
-def wheel(home):
-    "The wheel of these files, unpacked."
-    copy = home/"source"
-    for name in subprocess.check_output(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "clvla", "nbs/protocols", "nbs/*.ipynb", "settings.ini", "setup.py", "MANIFEST.in", "README.md", "LICENSE"], cwd=ROOT, text=True).split("\0"):
-        if not name or not (ROOT/name).exists(): continue
-        (copy/name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT/name, copy/name)
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(home/"wheels"), str(copy)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    zipfile.ZipFile(next((home/"wheels").glob("clvla-*.whl"))).extractall(home/"installed")
-    shutil.rmtree(copy)
-    return home/"installed"
-
-
-def test_a_wheel_runs_alone(wheel, home):
-    "In an empty folder: a page of the wheel, its protocols, and a run with its report."
-    empty = home/"empty"
-    empty.mkdir()
-    kw = dict(cwd=empty, env=os.environ | dict(PYTHONPATH=str(wheel), CLVLA_DATA=str(home/"data")))
-    where = subprocess.run([sys.executable, "-c", "from clvla.command.words import page_file, settings_file; print(page_file('run'), settings_file('protocols/libero_goal.yaml'))"], text=True, capture_output=True, **kw).stdout.split()
-    assert where == [str(wheel/"clvla/pages/run_cl.ipynb"), str(wheel/"clvla/pages/protocols/libero_goal.yaml")]
-    done = clvla("run", "--suite", "dot_2", "--smoke", "--n_workers", "1", "--page", "page.ipynb", **kw)
-    assert done.returncode == 0, done.stderr
-    assert (empty/"runs/dot_2-mir-tiny-s0-smoke/report.html").exists() and (empty/"page.ipynb").exists()
-    scripts = (next(wheel.glob("*.dist-info"))/"entry_points.txt").read_text()
-    assert "clvla = clvla.command.main:main" in scripts
 
 
 def test_words_are_read_as_papermill_reads_them():

@@ -145,6 +145,16 @@ def test_a_metric_without_an_interval():
     assert metrics_text(pd.DataFrame(rows)).splitlines() == ["ASR            50.0  [40.0, 60.0]", "own             3.0"]
 
 
+def test_a_metric_that_is_not_measured_yet_is_named():
+    "It was left out without a word; one that does not apply to this stream at all has no line."
+    import pandas as pd
+    from clvla.command.runs import metrics_text
+    nan = float("nan")
+    row = lambda metric, missing: dict(metric=metric, percent=nan, low=nan, high=nan, missing=missing)
+    assert metrics_text(pd.DataFrame([row("BWT", 3), row("ASR", 1), row("own", 0)])).splitlines() == [
+        "BWT               .  3 cells not measured", "ASR               .  1 cell not measured"]
+
+
 def test_the_hint_to_watch_can_be_pasted(tmp_path):
     "A folder with a space had become two words."
     import shlex

@@ -6,9 +6,10 @@
 
 In each environment every module of the wheel is imported (an ImportError has to name an extra), a run of seconds goes from `clvla run` to its
 report in an empty folder, what an extra brings is imported, and a few words of `USES` put it to use. An environment is deleted when it has been
-tried. CI does without: its cheap part is tests/test_release.py, which hides the packages of all extras from one environment.
+tried. CI has one environment with every extra: tests/test_release.py hides from each trial what its extra does not bring (`strangers`).
 """
 import argparse
+import importlib.metadata as metadata
 import os
 import re
 import shlex
@@ -62,6 +63,46 @@ def extras():
     c = ConfigParser(delimiters=["="])
     c.read(ROOT/"settings.ini", encoding="utf-8")
     return ["core", *(k.removesuffix("_requirements") for k in c["DEFAULT"] if k.endswith("_requirements"))]
+
+
+# as sitecustomize.py on a path: this process and all that it starts find none of the modules and packages in CLVLA_HIDDEN
+HIDE = """import os, sys
+modules, packages = map(lambda words: set(words.split()), os.environ["CLVLA_HIDDEN"].split(","))
+class Without:
+    def __init__(self, finder): self.finder = finder
+    def __getattr__(self, name): return getattr(self.finder, name)
+    def find_spec(self, name, *rest): return None if name.split(".")[0] in modules else self.finder.find_spec(name, *rest)
+    def find_distributions(self, *context):
+        return (d for d in self.finder.find_distributions(*context) if d._normalized_name not in packages)
+sys.meta_path[:] = [Without(f) if hasattr(f, "find_distributions") else f for f in sys.meta_path]
+"""
+
+
+def brought(requires, extra):
+    "Names of the installed distributions that these requirements ask for, with all that those ask for in turn."
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+    found, todo = set(), [(requires, {extra})]
+    while todo:
+        requires, extras = todo.pop()
+        for r in map(Requirement, requires):
+            if r.marker and not any(r.marker.evaluate({"extra": e}) for e in extras | {""}): continue
+            key = (canonicalize_name(r.name), *sorted(r.extras))
+            if key in found: continue
+            found.add(key)
+            try: todo.append((metadata.requires(r.name) or [], r.extras))
+            except metadata.PackageNotFoundError: pass   # a name of settings.ini is missed when it is imported
+    return {name for name, *_ in found}
+
+
+def strangers(requires, extra):
+    "What neither the core nor this extra brings to this environment, as `HIDE` reads it: top-level modules, and packages."
+    from packaging.utils import canonicalize_name
+    mine = brought(requires, extra) | {"clvla"}
+    named = {m: set(map(canonicalize_name, dists)) for m, dists in metadata.packages_distributions().items()}
+    packages = {canonicalize_name(d.name) for d in metadata.distributions()}-mine
+    modules = sorted(m for m, dists in named.items() if not mine & dists)
+    return f"{' '.join(modules)},{' '.join(sorted(p.replace('-', '_') for p in packages))}"
 
 
 def called(words, **kw):

@@ -67,7 +67,7 @@ class EWC(CLAlgorithm):
     def __init__(self,
         lam:Number(0)=1.,      # factor on all springs, eq. 3
         mode:MODE="separate",  # "separate": a spring per task, eq. b; "online": one that fades, eq. c
-        gamma:Number(0, 1)=.9, # online: what is kept of the old stiffness
+        gamma:Number(0, 1).beside(mode="online")=.9, # what is kept of the old stiffness
         form:FORM="sample",    # of the Fisher information: "sample" or "batch", eq. a
         n_batches:Count()=8,   # batches that the Fisher information is estimated from
         B:Count()=32,          # samples of each

@@ -79,7 +79,7 @@ class MAS(L2):
         n_batches:Count()=8,   # batches that the answers are measured on
         B:Count()=32,          # samples of each
         normalise:Flag()=True, # divide the importance by its mean
-        o_max:ABOVE0=100.,     # bound on one weight's importance, in units of the mean
+        o_max:ABOVE0.beside("normalise")=100., # bound on one weight's importance, in units of the mean
         seed:int=0
     ):
         super().__init__(lam)

@@ -101,8 +101,8 @@ class MLR(Latent):
         trunk:TRUNK="first",       # "first": the first task trains the encoders too; "pretrained": no task does
         learns:Choice(("decoder", "head"))="decoder", # what later tasks train: all behind the encoders, or only the head
         lam:Number(0)=.1,          # weight of the margin (eq. 2); 0: none
-        gamma:Number(0)=.72,       # share of the angle between two sentences that is the margin
-        near:Number(0, 1)=.5,      # share of the pairs of tasks that are similar
+        gamma:Number(0).beside("lam")=.72,  # share of the angle between two sentences that is the margin
+        near:Number(0, 1).beside("lam")=.5, # share of the pairs of tasks that are similar
         **latent:Passed(Latent)
     ):
         super().__init__(buffer_size, trunk=trunk, **latent)

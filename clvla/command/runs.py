@@ -81,11 +81,12 @@ def matrix_text(
 def metrics_text(
     table:pd.DataFrame # of `metrics_table`
 )->str:
-    "Metrics with their 95 % intervals."
-    missing = lambda r: f"  {int(r.missing)} cells not measured"*bool(r.missing)
+    "Metrics with their 95 % intervals; one that its cells do not give, as of a run that is not at its end, has a dot."
+    missing = lambda r: f"  {int(r.missing)} cell{'s'*(r.missing > 1)} not measured"*bool(r.missing)
+    value = lambda r: f"{r.percent:6.1f}" if r.percent == r.percent else f"{'.':>6}"
     ends = lambda r: f"  [{r.low:.1f}, {r.high:.1f}]"*(r.low == r.low)   # a metric of your own has none
-    of = lambda r: f"{r.metric:<12} {r.percent:6.1f}{ends(r)}{missing(r)}"
-    return "\n".join(of(r) for r in table.itertuples() if r.percent == r.percent)
+    of = lambda r: f"{r.metric:<12} {value(r)}{ends(r)}{missing(r)}"
+    return "\n".join(of(r) for r in table.itertuples() if r.percent == r.percent or r.missing)
 
 # %% ../../nbs/command/01_runs.ipynb #62325826
 @dataclass

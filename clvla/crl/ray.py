@@ -181,7 +181,8 @@ def start_ray(
     check_address(address)
     quiet = dict(log_to_driver=False, logging_level="ERROR")
     if address: ray.init(address=address, **quiet)
-    else: ray.init(num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    else:   # "local": without it Ray looks for a cluster that somebody else has started on this machine, and fails
+        ray.init(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     return True
 
 def stop_ray():
