@@ -5,7 +5,7 @@ imports them once, does nothing with them (no tensor, no CUDA, and no thread, wh
 what a page does, no other page can see.
 What is imported here is frozen: otherwise each page's garbage collections go through all of it, 1 second a page. For the same reason
 a page's process ends after its threads and its exit functions, without taking apart what it shares with this one, half a second a page.
-A request is a line of JSON (page, log, limit in seconds), the answer is one too (code: the exit code, None after the limit).
+A request is a line of JSON (page, log, limit in seconds, flags of cells that are left out), the answer is one too (code: the exit code, None after the limit).
 """
 import atexit
 import gc
@@ -38,8 +38,8 @@ from nbdev.config import get_config
 from nbdev.test import test_nb
 
 
-def run(page, log, tmp):
-    "Execute a page, with everything that it prints in a file and its temporary files below `tmp`; the exit code."
+def run(page, log, tmp, flags):
+    "Execute a page but for cells with one of these flags, with all that it prints in a file and its temporary files below `tmp`; the exit code."
     os.setsid()
     os.environ["TMPDIR"] = tempfile.tempdir = tmp
     for fd, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
@@ -47,8 +47,7 @@ def run(page, log, tmp):
         os.dup2(opened, fd)
         os.close(opened)
     os.dup2(1, 2)
-    c = get_config()
-    ok, _ = test_nb(Path(page), skip_flags=c.tst_flags.split(), basepath=c.config_path)
+    ok, _ = test_nb(Path(page), skip_flags=flags, basepath=get_config().config_path)
     return int(not ok)
 
 
@@ -82,7 +81,7 @@ def serve():
         request = json.loads(line)
         tmp = tempfile.mkdtemp(prefix="page-")
         pid = os.fork()
-        if pid == 0: end(run(request["page"], request["log"], tmp))
+        if pid == 0: end(run(request["page"], request["log"], tmp, request["flags"]))
         code = wait(pid, request["limit"])
         shutil.rmtree(tmp, ignore_errors=True)   # pages leave runs there, up to 200 MB
         print(json.dumps(dict(code=code)), flush=True)

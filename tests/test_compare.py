@@ -192,6 +192,9 @@ def test_the_terminal_shows_the_interval_that_says_goes_by(tmp_path):
     said = comparison_text(c); cells = said.split("paired with")[1].splitlines()[1].split()
     assert cells == ["group", "seeds", "pairs", "difference", "low", "high", "t_low", "t_high", "says"] and f"{100*row.t_low:.1f}" in said and "says goes by" in said
     assert c.unfinished == [] and "not at their end" not in said and comparison_facts(c)["unfinished"] == []
+    numbers = {(r["group"], r["metric"]): r for r in comparison_facts(c)["summary"]}   # what a script reads, beside the text of the table
+    asr, = (r for r in c.summary.itertuples() if (r.group, r.metric) == ("er", "ASR"))
+    assert numbers["er", "ASR"]["value"] == pytest.approx(asr.value) and len(numbers["er", "ASR"]["each"]) == 3
     path = tmp_path/"er-s2/episodes.jsonl"
     for folder in tmp_path.iterdir(): write_json(folder/"config.json", json.loads((folder/"config.json").read_text()) | dict(n_trials=20))
     path.write_text("".join(line+"\n" for line in path.read_text().splitlines()[:-15]))

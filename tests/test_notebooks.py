@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import lists_left
 from libero_help import WHY
+from nbdev.config import get_config
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if not any(s[0] in "._" for s in p.relative_to(ROOT).parts))
@@ -39,21 +41,28 @@ def server():
     p.wait(60)
 
 
-def ask(server, page, log, limit):
+def ask(server, page, log, limit, flags=()):
     "Exit code of a page (None when it took too long) and what it printed."
     log.touch()
-    server.stdin.write(json.dumps(dict(page=str(page), log=str(log), limit=limit))+"\n")
+    server.stdin.write(json.dumps(dict(page=str(page), log=str(log), limit=limit, flags=[*flags]))+"\n")
     server.stdin.flush()
     answer = server.stdout.readline()
     assert answer, "the process that runs the pages has ended"
     return json.loads(answer)["code"], log.read_text(errors="replace")
 
 
+@pytest.fixture(scope="module")
+def flags(request):
+    "Cells of these flags are left out: figures that take 10 seconds and more (`#| slow`) where the tests of tests/slow.txt are."
+    kept = [] if lists_left(request.config) else ["slow"]
+    return [flag for flag in get_config().tst_flags.split() if flag not in kept]
+
+
 @pytest.mark.parametrize("nb", LIBRARY, ids=lambda p: str(p.relative_to(ROOT/"nbs")))
-def test_notebook(nb, server, tmp_path):
+def test_notebook(nb, server, tmp_path, flags):
     if simulates_libero(nb) and not os.environ.get("CLVLA_LIBERO_ASSETS"): pytest.skip(WHY)
     limit = meta(nb).get("timeout", 180)
-    code, out = ask(server, nb, tmp_path/"page.log", limit)
+    code, out = ask(server, nb, tmp_path/"page.log", limit, flags)
     if code is None: pytest.fail(f"time limit of {limit} s\n{out[-3000:]}", pytrace=False)
     if code: pytest.fail(out[-6000:], pytrace=False)
 

@@ -234,7 +234,7 @@ def comparison_facts(c)->dict:
     planned = dict(planned=c.followed.to_json()) if c.followed else {}
     if c.equal: planned |= dict(equal=c.equal, tolerance=c.tolerance, budgets=rows(c.budgets))
     return dict(baseline=c.baseline, runs=runs, unfinished=c.unfinished, metrics=rows(c.table.reset_index()),
-                paired=rows(c.paired)) | planned
+                summary=rows(c.summary), paired=rows(c.paired)) | planned
 
 # %% ../../nbs/command/01_runs.ipynb #6c8c90b6
 FORM = "expected a line with the tasks, as in ',a,b', and a line after each stage that begins with the task it trained, as in 'a,90,'"

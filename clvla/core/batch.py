@@ -52,7 +52,7 @@ def to_device(
     def moved(v):
         if torch.is_tensor(v): return v.to(**send)
         if isinstance(v, dict): return {k: moved(x) for k,x in v.items()}
-        return [moved(x) for x in v] if isinstance(v, list) else v
+        return [x if isinstance(x, str) else moved(x) for x in v] if isinstance(v, list) else v
     return moved(batch)
 
 # %% ../../nbs/core/04_batch.ipynb #4928c728
