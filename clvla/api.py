@@ -89,6 +89,7 @@ def result_of(
     run_page(cfg)
     return Result(cfg.run_dir)
 
+# %% ../nbs/00_api.ipynb #161496ce
 def train(
     algo:str="mir",      # against forgetting: a key of `clvla.cl.all.algos`, several with +, or a plugin's
     suite="mw5",         # a stream, or a folder of a LeRobot data set
@@ -97,6 +98,7 @@ def train(
     "Train a policy along a stream by imitation, and evaluate it after every task (page run_cl)."
     return result_of(TrainConfig, dict(cl=algo, suite=suite) | settings)
 
+# %% ../nbs/00_api.ipynb #4a2ad76b
 def practice(
     suite,               # as in `train`
     algo:str="auto",     # how it practises: a key of `clvla.rl.all.methods`

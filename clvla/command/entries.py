@@ -38,6 +38,7 @@ def values_of(
 
 def _is_range(v)->bool: return isinstance(v, str) and re.fullmatch(r"\s*-?\d+\.\.-?\d+\s*", v) is not None
 
+# %% ../../nbs/command/05_entries.ipynb #23b30428
 def grid_of(
     said # a dict, or text: "algo=er,mir;seed=0..9"
 )->dict: # setting -> values

@@ -41,6 +41,7 @@ def meaning(registry, name:str)->str:
     except ImportError as e: return str(e)
     return (getattr(entry, "__doc__", None) or "").strip().partition("\n")[0]
 
+# %% ../../nbs/command/02_lists.ipynb #de17cd2a
 def menu(
     name:str # a key of `MENUS`, "suites" or "runs"
 )->dict:     # entry -> what it is

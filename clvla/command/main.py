@@ -34,6 +34,7 @@ COMMANDS = dict(
                 doctor="what of this machine a run needs, and what to do where it is not there",
     completion="completion of words for a shell: bash or zsh")
 
+# %% ../../nbs/command/04_main.ipynb #89d1587c
 def installed()->dict: # name -> "module:function"
     "Commands of single rooms, which are installed as `clvla-NAME`; {} for a library that is not installed."
     try: points = importlib.metadata.distribution("clvla").entry_points
@@ -154,6 +155,7 @@ def of_stats(command:str, words:Words, o):
     found = stats.look_at(runs.one_of(words, command), o.repair)
     return found,stats.told(found)
 
+# %% ../../nbs/command/04_main.ipynb #499fc7c3
 def of_metrics(command:str, words:Words, o):
     "Matrix and metrics of a path."
     with loading(): from clvla.command import runs
@@ -172,6 +174,7 @@ def of_metrics(command:str, words:Words, o):
     return runs.facts(r) | probes,"\n".join([runs.told(r), *["", text]*o.recovery,
                                              *(f"written: {file}" for file in files)])
 
+# %% ../../nbs/command/04_main.ipynb #a0f5e509
 def of_state(command:str, words:Words, o):
     "Watch a run, or stop it."
     with loading(): from clvla.command import runs

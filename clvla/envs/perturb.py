@@ -62,6 +62,7 @@ SYNONYMS = dict(
 SYNONYMS["counter-clockwise"] = "anti-clockwise"
 PHRASES = "please {}","{} please","now {}","could you {}","your task is to {}"
 
+# %% ../../nbs/envs/10_perturb.ipynb #8b98bb6e
 def reworded(
     sentence:str,
     strength:float,
@@ -73,6 +74,7 @@ def reworded(
     said = " ".join(words)
     return phrase.format(said[:1].lower()+said[1:])
 
+# %% ../../nbs/envs/10_perturb.ipynb #4d483329
 def told(
     task,        # with `id` and `prompt`
     perturb:dict,

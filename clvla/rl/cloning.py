@@ -246,6 +246,7 @@ def finish(self:Cloning):
     call_hook(self.ctx.cl, "on_task_end", self.stage)
     self.loader = self.stage = None
 
+# %% ../../nbs/rl/11_cloning.ipynb #4447e253
 @patch
 def add(self:Cloning, episodes):
     if self.demo_share < 1: self.data.own.add(episodes)

@@ -81,6 +81,7 @@ def frozen_hash(
         digest.update(weights[name].detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
     return digest.hexdigest()
 
+# %% ../../nbs/rl/24_faults.ipynb #de319d74
 def frozen_sums(
     policy # `frozen`: names of its weights that must not change
 )->tuple:  # one whole number for each of them, in the order of their names

@@ -229,6 +229,7 @@ def actor(self:FlowPPO)->FlowActor:
     "What the loss asks for probabilities."
     return TrunkActor(self.policy.head, self.std).to(self.ctx.device) if self.deep else self.policy.actor
 
+# %% ../../nbs/rl/33_flow_gradient.ipynb #558de6de
 @patch
 def make_learner(self:FlowPPO):
     kind = TrunkPPOLoss if self.deep else FlowPPOLoss

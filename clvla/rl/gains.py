@@ -25,6 +25,7 @@ def before_and_after(
     if not all(both): raise ValueError(f"{task_id} was not evaluated both before and after practice; is the run done?")
     return both
 
+# %% ../../nbs/rl/22_gains.ipynb #3cd70ce8
 def gains(
     run_dir # folder of a run of practice
 )->Table:   # one row for each task

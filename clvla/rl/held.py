@@ -65,6 +65,7 @@ class NetEngine(Engine):
 
     def clip(self, params): return super().clip(params) if self.max_norm else None
 
+# %% ../../nbs/rl/30_held.ipynb #dc1d6aae
 class Presented:
     "Rows that are learnt from now, as `ctx.loader`."
     rows = source = None
@@ -76,6 +77,7 @@ class Presented:
     def sample_batches(self, n_batches:int, B:int, purpose:str):
         return self.source.sample_batches(n_batches, B, purpose)
 
+# %% ../../nbs/rl/30_held.ipynb #05469872
 class HeldNet:
     "A network with its loss and optimizer, and the algorithm that holds it."
     def __init__(self,

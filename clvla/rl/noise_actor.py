@@ -50,6 +50,7 @@ class NoiseActor(nn.Module):
         mean,std = self(x)
         return mean+std*eps
 
+# %% ../../nbs/rl/19_noise_actor.ipynb #bd1d317f
 def kl_to_prior(
     mean:Tensor, # (B,C,A)
     std:Tensor   # (B,C,A)

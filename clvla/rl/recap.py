@@ -64,6 +64,7 @@ class Attempts(Successes):
     def gather(self, idx):
         return super().gather(idx)|{INDICATOR: torch.from_numpy(self.indicator[np.asarray(idx, np.int64)])}
 
+# %% ../../nbs/rl/36_recap.ipynb #a1f9bb42
 def said_positive(
     prepare=None # of a `TaskData`, or None
 ):               # batch -> batch

@@ -155,6 +155,7 @@ class WithEncoder:
         finally:
             self.codec.requires_grad_(False)   # torch's attention rounds otherwise where a gradient might be wanted
 
+# %% ../../nbs/rl/15_token_ppo.ipynb #abc6d45a
 class PPOWithEncoder(WithEncoder, PPO):
     "PPO whose encoder learns too."
 
@@ -264,6 +265,7 @@ class InGroups:
 
     def more(self, attempts, parts): return groups_of(attempts, parts)
 
+# %% ../../nbs/rl/15_token_ppo.ipynb #6e9b961c
 def no_value(
     name:str,  # of the method
     given:dict # further settings

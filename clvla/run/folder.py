@@ -259,6 +259,7 @@ def logs(self:RunFolder, say=print)->list:
     "The records of log.jsonl; `say` is called about a torn last line."
     return read_jsonl(self.path/"log.jsonl", say)
 
+# %% ../../nbs/run/00_folder.ipynb #9f2a1574
 @patch
 def episode(self:RunFolder, record:dict):
     "Append an episode's record to this process' own file."

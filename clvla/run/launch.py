@@ -27,6 +27,7 @@ class RunFailed(RuntimeError):
         errors = [i for i,line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
         self.brief = "\n".join([f"{end}: {lines[errors[-1]]}", *lines[errors[-1]+1:]]) if errors else end
 
+# %% ../../nbs/run/03_launch.ipynb #ab6c89cc
 def launch(
     module:str,   # as in `clvla.run`
     *args,        # its arguments

@@ -159,6 +159,7 @@ def table(self:Run)->Table:
     if (self.path/"failed.json").exists(): rows |= _failure_rows(self.path/"failed.json")
     return Table(list(rows.items()), columns=["what", "value"])
 
+# %% ../../nbs/run/12_watch.ipynb #7028f993
 def _position_rows(position:dict)->dict:
     if not position: return dict(stage="", step="not begun")
     stage = f"{position['stage']+1} of {position['n_stages']}" if "n_stages" in position else ""
@@ -207,6 +208,7 @@ class Shown:
         elif hasattr(self.obj, "_repr_html_"): html = {"text/html": self.obj._repr_html_()}
         return html | {"text/plain": repr(self)}
 
+# %% ../../nbs/run/12_watch.ipynb #48802921
 class Board:
     "Named outputs that are replaced in place in a notebook; elsewhere texts are printed, and figures left out."
     def __init__(self, show=print): self.show,self.handles,self.printed,self.has_script = show,{},{},False

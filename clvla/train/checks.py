@@ -91,6 +91,7 @@ def check_reach(
             lines.append(refuse_or_say("range", accept, found, remedy))
     return lines
 
+# %% ../../nbs/train/11_checks.ipynb #1766ffe1
 def check_cut(
     processor,   # whose statistics are not those of all tasks
     stores:dict, # task id -> frame store
@@ -140,6 +141,7 @@ def _rates_apart(task:Task, part:dict, fps, env, accept:str)->list:
              f"{' or '.join(map(str, rates))}")
     return [refuse_or_say("fps", accept, found, "convert the data set, so that a frame is a step")]
 
+# %% ../../nbs/train/11_checks.ipynb #74a6ff6b
 def _actions_apart(task:Task, part:dict, env, accept:str)->list:
     "Lines on actions that the environment would cut; ValueError for those that are not accepted."
     if "gripper" in part.get("layout", {}): return []   # of a kind that looked at them itself

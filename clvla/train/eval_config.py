@@ -123,6 +123,7 @@ class Evaluation:
     def cameras(self): # of another stream's environments: those of the policy
         return cameras_of(self.points[-1]) if self.cfg.suite and not self.cfg.policy_server else None
 
+# %% ../../nbs/train/05_eval_config.ipynb #6085e0dc
 def points_of(
     cfg:EvalConfig,
     run # config of the run

@@ -63,6 +63,7 @@ def kept_evals(
             found[name, one.changed] = unpack(f"{name}, {one.changed or 'plain'}", line)
     return found
 
+# %% ../../nbs/train/17_kept_evals.ipynb #9609d7d9
 def _made(cfg, one:EvalConfig, say)->dict:
     "Make the run where it is missing, and play the evaluation."
     run = RunFolder(cfg.run_dir)

@@ -252,6 +252,7 @@ def load_state_dict(self:Imitation, states:dict):
     algo = {"algo": states["algo"]} if "algo" in states else {}   # older checkpoints have it in `state`
     self.trainer.load_state_dict(states["state"] | algo)
 
+# %% ../../nbs/train/04_learner.ipynb #2c4af7d8
 @patch
 def write(self:Imitation, folder:Path):
     "Write the policy into a checkpoint."

@@ -224,6 +224,7 @@ def update(self:OnPolicy, rollout:dict)->dict:   # metrics, as numbers
     self.remark = leap(infos[-1]["kl"].item(), self.kl_stop, self.opt.param_groups[0]["lr"])
     return self.check_metrics({**info, **summary(infos, n_steps), "drift": drift, "steps": n_steps})
 
+# %% ../../nbs/train/12_on_policy.ipynb #664f364f
 @patch
 def check_drift(self:OnPolicy, rollout)->float:
     "Largest difference between the stored log-probabilities and the actor's; ValueError above `max_drift`."

@@ -82,6 +82,7 @@ def check_init(
             f"init_from {path} holds another policy: {'; '.join(differ)}; set the checkpoint's values, or name "
             "another one")
 
+# %% ../../nbs/train/03_prepare.ipynb #d7752d11
 def policy_settings(cfg:TrainConfig)->dict:
     "What a checkpoint's policy must have in common with a run's."
     return dict(model=cfg.model, image_size=cfg.image_size, H=cfg.chunk, head=cfg.head)

@@ -53,6 +53,7 @@ class Submission:
     settings:dict
     files:dict     # plugin's name -> SHA-256
 
+# %% ../../nbs/train/18_speedrun.ipynb #77173fac
 def read_submission(
     path # a YAML file
 )->Submission:
@@ -199,6 +200,7 @@ def enter(
                 f"and {newest['name']} {clock} and {newest['bytes']}")
     append_jsonl(file, record)
 
+# %% ../../nbs/train/18_speedrun.ipynb #3913afa1
 def to_beat(
     record:dict,
     newest:dict # the record that it follows
@@ -287,6 +289,7 @@ def record_table(
     return pd.DataFrame([dict(record=r["name"], seconds=r["clock"], beside=r.get("beside", {}).get("clock"), wall=round(np.mean([a["wall"] for a in r["attempts"]]), 1), MB=round(r["bytes"]/1e6, 1),
                               samples=r["attempts"][0]["samples"], success=round(100*r["mean"], 1), bound=round(100*r["low"], 1), date=r["date"], author=r["author"]) for r in records])
 
+# %% ../../nbs/train/18_speedrun.ipynb #7a0ee323
 USAGE = "clvla-speedrun verify FILE: repeat a record; clvla-speedrun run FILE: make one, with --again timed in turn with the newest one. FILE is a submission in YAML"
 
 def newest_of(

@@ -282,6 +282,7 @@ def _as_one(task, which, seen, cams):
     env = env if cams == ["front"] else {**env, "cameras": cams}
     return replace(o, prompt=texts[0][1], env=env, source=source)   # what its frames say, never a joined title
 
+# %% ../../../nbs/envs/libero/09_data.ipynb #004ebd44
 def check_mixed(prompt:str, parts:list, played:list):
     "ValueError where a task's data sets were recorded at starts of different kinds, of which it could be tried at one alone."
     starts = [{k: env[k] for k in VARIATIONS if k in env} for env in played]

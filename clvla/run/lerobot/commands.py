@@ -95,6 +95,7 @@ def cameras_of(
         raise ValueError(f"pictures {list(found)} are both the main camera; rename one with --rename_map")
     return found
 
+# %% ../../../nbs/run/18_lerobot.ipynb #c52282ac
 def snapped(
     action:torch.Tensor, # (...,A), normalised
     axes:list            # of A
