@@ -25,13 +25,13 @@ COMMANDS = dict(
     compare="put runs side by side: RUN ...",
     **{"audit-stream": "what a policy reaches on a stream without eyes, words or feedback: SUITE"},
     audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...",
-                metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
+    metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
     stats="whether dataset_statistics.json is what the frames say: DATASET",
     watch="follow a run until it ends: RUN", stop="ask a run to save and end: RUN",
     list="what there is to choose from, the settings of one of it, or which runs there are: [suites | methods | "
          "practice | agents | policies | runs | NAME]",
     cache="what lies in the folder of the data",
-                doctor="what of this machine a run needs, and what to do where it is not there",
+    doctor="what of this machine a run needs, and what to do where it is not there",
     completion="completion of words for a shell: bash or zsh")
 
 # %% ../../nbs/command/04_main.ipynb #89d1587c

@@ -21,7 +21,8 @@ from ..run.engines import Plan, engines
 from ..run.queue import Queue, remember
 from ..run.stop import EXIT_STOPPED, StopFlag
 from ..train.eval_config import EvalConfig, check_eval
-from .entries import Sweep, begin_entry, check_entries, config_of, entries_of, plan_of, read_sweep, results_of, values_of
+from .entries import (Sweep, begin_entry, check_entries, config_of, entries_of, plan_of, read_sweep,
+                                   results_of, values_of)
 from .runs import comparison_facts, comparison_text, facts, reached, told
 from .standing import (counts, detail, duration, estimate, like, progress, rows_of, spent, table_text,
                                     time_left)   # some of them only for those who look for them here

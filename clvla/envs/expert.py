@@ -61,7 +61,7 @@ def guided(
     env,                   # whose episode is under way
     actions:np.ndarray,    # (n,A) the policy's chunk
     label:bool=False,      # whether the expert's plan is wanted
-    gate:float|None=None,  # mean distance of the chunk from the plan, per number of an action, from which the expert acts;
+    gate:float|None=None,  # mean distance of chunk and plan, per number of an action, from which the expert acts;
                            # 0: it always does; None: the distance is not looked at
     late:int=0             # step of the episode from which the expert acts; 0: never for that
 )->tuple:                  # what is carried out: `actions`, or `Acting`; the expert's plan (m,A), None without `label`

@@ -30,7 +30,8 @@ class ChoiceActor(DrawScore):
         "Log-probabilities (B,N) of draws (B,N,C,A)."
         return self(x, draws).log_softmax(1)
 
-    def answers(self, x:Tensor, draws:Tensor)->Tensor: return self.log_probs(x, draws)[:,None]   # (B,1,N), to be compared with older ones
+    def answers(self, x:Tensor, draws:Tensor)->Tensor:   # (B,1,N), to be compared with older ones
+        return self.log_probs(x, draws)[:,None]
 
     def log_prob(self, x:Tensor, draws:Tensor, chosen:Tensor)->Tensor:
         "Log-probability (B,) of the chosen draws, numbers (B,)."

@@ -172,7 +172,7 @@ def load_state_dict(self:NoiseLearner, state:dict):
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c1900018
 class OneDraw(FrozenPolicy):
-    "A frozen policy, an `actor` of its head's noise and a `critic` of chunks, which read the same `reads` of an observation."
+    "A frozen policy, an `actor` of its head's noise and a `critic` of chunks, which read the same of an observation."
     def chunk_noise(self, generator=None)->Tensor: return self.vla.chunk_noise(generator)   # (H,A)
     def standard(self, x:Tensor)->Tensor: return (x-self.critic.mean)*self.critic.scale   # (B,X), standardised
 

@@ -52,7 +52,7 @@ def gpus_of(
     here:int=-1,   # GPUs that torch finds; it is asked if -1
     env=os.environ # of this process
 )->tuple:
-    "GPUs that are shared out: those that the engine was told, or else those of the plan; ValueError for some that are not here."
+    "GPUs that are shared out: those that the engine was given, or else the plan's; ValueError for some not here."
     if "gpus" not in plan.settings: return plan.gpus
     numbers,seen = gpu_numbers(str(plan.settings["gpus"])),env.get(VISIBLE)
     if seen: raise ValueError(f"gpus is {plan.settings['gpus']!r}, and {VISIBLE} is {seen!r}; set one of them")

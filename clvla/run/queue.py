@@ -55,7 +55,8 @@ class Queue:
         about=None            # what else sweep.json shall hold
     ):
         self.folder,self.entries,self.watcher = Path(folder).resolve(),list(entries),Watcher(patience)
-        self.about,self.every = about or {},min(5., patience/6)   # seconds between two heartbeats of this process
+        self.about = about or {}
+        self.every = min(5., patience/6)   # seconds between two heartbeats of this process
         self.passed = set()   # stopped or failed claims that were there before
         self._lock,self.beginning = threading.Lock(),threading.Lock()   # one worker looks, one begins at a time
 

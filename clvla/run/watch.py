@@ -190,7 +190,7 @@ def plots(self:Run)->dict:
 
 @patch
 def live_plots(self:Run)->dict:
-    "Success matrix (or that of returns), success over the stream and training loss, as far as there are records for them."
+    "Success matrix (or that of returns), success over the stream and training loss, as far as there are records."
     if not (self.path/"stream.json").exists(): return {}
     records,losses = self.folder.episodes(_quiet),losses_of(self.folder.logs(_quiet))
     figures = measured(self.path, records) if records else {}
@@ -240,7 +240,8 @@ class Drawing:
         board:Board=None, # None: one of its own
         every:float=2.    # seconds between two drawings; more where drawing would take more than 2 % of a core
     ):
-        self.run,self.board,self.every,self.due = run,board or Board(),every,0.
+        self.run,self.every,self.due = run,every,0.
+        self.board = board or Board()
         self.drawn_until,self.is_first = None,True
 
     def __call__(self,
@@ -268,7 +269,8 @@ class Drawing:
 def hint(self:Run)->str:
     "How to see the run elsewhere. JupyterLab shows nothing newer in a tab that was closed and opened again."
     if getattr(get_ipython(), "kernel", None) is None:
-        return f"in another terminal, clvla watch {shlex.quote(str(self.path.resolve()))} shows this run, and clvla stop lets it save and end"
+        path = shlex.quote(str(self.path.resolve()))
+        return f"in another terminal, clvla watch {path} shows this run, and clvla stop lets it save and end"
     return ("if you close this tab, follow the run in any notebook: "
             f"from clvla.run.watch import Run; Run.open({str(self.path.resolve())!r}).follow()")
 

@@ -82,7 +82,8 @@ def check_reach(
     whose:str=""  # whose statistics they are, for the message; "": the first task's
 )->list:         # of lines
     "ValueError for a later task that moves an axis which the first one's statistics hold still, or make tiny."
-    lines,whose = [],whose or f"task {first!r}, whose statistics are kept (stats='first')"
+    lines = []
+    whose = whose or f"task {first!r}, whose statistics are kept (stats='first')"
     for task_id,store in stores.items():
         for key,axis,a,b in unreached(processor, store):
             found = (f"axis {axis} of {key!r} lies in {a[0]:.6g}..{a[1]:.6g} in {whose}, "

@@ -195,7 +195,7 @@ def weights_size(policy)->int:
 
 @patch
 def kept(self:Imitation, stage)->dict: # frames, state, weights
-    "Bytes that are kept after a stage: of frames, of the algorithm's own state, and of weights that were added to the policy's; {} where a process holds a part of the weights."
+    "Bytes kept after a stage: frames, the algorithm's state, weights added to the policy; {} with zero3."
     if self.cfg.strategy == "zero3": return {}
     algo,data = self.trainer.algo,self.data
     frames = algo.frames_kept()

@@ -152,7 +152,8 @@ class Makers(Supervisor):
         self.todo,self.cfg,self.stream,self.say = deque(tasks),cfg,stream,say
 
     def spawn(self, m): return Child("clvla.train.demos:demo_worker", python=_python(m.owed["task"]))
-    def hung_at(self, m): return math.inf if is_read(m.owed["task"]) else super().hung_at(m)   # a data set is read without a word
+    def hung_at(self, m):   # a data set is read without a word
+        return math.inf if is_read(m.owed["task"]) else super().hung_at(m)
 
 # %% ../../nbs/train/03_prepare.ipynb #e0300004
 @patch
@@ -244,7 +245,7 @@ def make_processor(
     cfg:TrainConfig, # stats, state_norm, action_norm, blind, deaf, accept
     say=print      # told what is accepted of later tasks
 )->Processor:      # frozen from here on
-    "Statistics and controls of all tasks, of the first one only, or of the checkpoint, and the processor made from them."
+    "Statistics and controls of all tasks, of the first one or of the checkpoint, and the processor made from them."
     first,whose = stream.stages[0].task.id,""
     of = [stores[first]] if cfg.stats == "first" else list(stores.values())
     controls = make_controls(of, cfg.blind, cfg.deaf)

@@ -40,7 +40,8 @@ class Track:
 
 ABOUT = "author","about","seed","settings"   # entries of a submission
 MAY = {f.name for group in (PolicySettings, LearningSettings) for f in fields(group)} - {"init_from"} | {
-    "cl", "cl_kw", "image_size", "prefetch", "stats", "state_norm", "action_norm", "threads", "precision", "plugins", "budget"}
+    "cl", "cl_kw", "image_size", "prefetch", "stats", "state_norm", "action_norm", "threads", "precision", "plugins",
+    "budget"}
 
 # %% ../../nbs/train/18_speedrun.ipynb #b7279509
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def attempt(
     say=len,     # told what happens
     play:bool=True # False: train only, without `won`
 )->dict:         # JSON values
-    "Train and play a submission with one seed; ValueError for a folder that is there, since a clock begins at the beginning."
+    "Train and play a submission with one seed; ValueError for a folder that is there: the clock begins at the start."
     if Path(folder).exists():
         raise ValueError(f"{folder} is there already; an attempt is timed from its beginning, so give a new folder")
     resolve(TrainConfig(suite=track.suite, run_dir=str(folder)))   # what every run imports is not timed
@@ -286,11 +287,14 @@ def record_table(
     track:Track
 )->pd.DataFrame: # a row for each record, in order of entry
     "The records, one below the other."
-    return pd.DataFrame([dict(record=r["name"], seconds=r["clock"], beside=r.get("beside", {}).get("clock"), wall=round(np.mean([a["wall"] for a in r["attempts"]]), 1), MB=round(r["bytes"]/1e6, 1),
-                              samples=r["attempts"][0]["samples"], success=round(100*r["mean"], 1), bound=round(100*r["low"], 1), date=r["date"], author=r["author"]) for r in records])
+    return pd.DataFrame([dict(record=r["name"], seconds=r["clock"], beside=r.get("beside", {}).get("clock"),
+                              wall=round(np.mean([a["wall"] for a in r["attempts"]]), 1), MB=round(r["bytes"]/1e6, 1),
+                              samples=r["attempts"][0]["samples"], success=round(100*r["mean"], 1),
+                              bound=round(100*r["low"], 1), date=r["date"], author=r["author"]) for r in records])
 
 # %% ../../nbs/train/18_speedrun.ipynb #7a0ee323
-USAGE = "clvla-speedrun verify FILE: repeat a record; clvla-speedrun run FILE: make one, with --again timed in turn with the newest one. FILE is a submission in YAML"
+USAGE = ("clvla-speedrun verify FILE: repeat a record; clvla-speedrun run FILE: make one, with --again timed in turn "
+         "with the newest one. FILE is a submission in YAML")
 
 def newest_of(
     file,  # the .jsonl file of the records
@@ -312,7 +316,10 @@ def main(
     try:
         sub = read_submission(path)
         beat = newest_of(file, path.parent) if words[2:] else None
-        if beat and beat.name == sub.name: raise ValueError(f"{sub.name} is the newest record itself; name a submission that is to beat it, or repeat it: clvla-speedrun verify {path}")
+        if beat and beat.name == sub.name:
+            raise ValueError(
+                f"{sub.name} is the newest record itself; name a submission that is to beat it, or repeat it: "
+                f"clvla-speedrun verify {path}")
         if words[0] == "run": return enter(record_of(sub, track, say=print, beat=beat), file, track)
         record = next((r for r in read_jsonl(file) if r["name"] == sub.name), None)
         if record is None: raise ValueError(f"{file} has no record {sub.name!r}")

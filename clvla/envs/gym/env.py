@@ -55,7 +55,9 @@ def vector(
     return np.concatenate([flatten(space[k], seen[k]) for k in keys]).astype(np.float32)
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #9234180f
-def part(whole, key:str): return whole if key == "obs" else whole[key]   # of an observation, or of its space
+def part(whole, key:str):
+    "An entry of an observation or of its space; \"obs\" is the whole."
+    return whole if key == "obs" else whole[key]
 
 def misfit_of(
     space, # of the observations
