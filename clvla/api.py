@@ -191,6 +191,7 @@ def compare(
                         tolerance=tolerance)
     return compared(cfg, **boot)
 
+# %% ../nbs/00_api.ipynb #35fea7ab
 def compared(
     cfg:CompareConfig,
     runs=None,  # of `eval.compare.Run`; None: as the config says

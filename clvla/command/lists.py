@@ -163,6 +163,7 @@ def kept_text(rows:list, root:Path)->str:
     if small: lines.append(f"{sum(r['bytes'] for r in small)/1e6:10.1f} MB  in {len(small)} smaller ones")
     return "\n".join([*lines, f"{sum(r['bytes'] for r in rows)/1e6:10.1f} MB  in {root}"])
 
+# %% ../../nbs/command/02_lists.ipynb #c181f0b3
 def delete(name:str, folder="")->int:
     "Remove one of `kept`; its bytes. ValueError for a name that is not among them."
     names = [r["name"] for r in kept(folder)]

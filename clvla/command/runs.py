@@ -410,6 +410,7 @@ def watch(
         else: said = say_news(run, said, out)
         time.sleep(every)
 
+# %% ../../nbs/command/01_runs.ipynb #c51f2fcd
 def say_news(run:Run, said:tuple, out)->tuple:
     "Print tenth and matrix where they are not those that were said, and return what has been said now."
     now,left,matrix = run.position,run.left,said[1]

@@ -82,6 +82,7 @@ def space_of(search:Search)->dict: # setting -> a distribution of Optuna
         return IntDistribution(**{"step": 1} | said) if whole else FloatDistribution(**said)
     return {name: one(said) for name,said in search.ranges.items()}
 
+# %% ../../nbs/command/09_search.ipynb #e0ac3959
 def propose(
     search:Search,
     known:list, # (settings, score) of the trials before

@@ -215,6 +215,7 @@ def nodes_for(
         raise ValueError(f"machines is {n}, and engine 'ray' has one machine for each entry; use engine slurm")
     return n
 
+# %% ../../nbs/command/06_sweep.ipynb #be0cb3fd
 def gpus_for(
     cfgs # of the entries
 )->tuple: # their names for CUDA; () where no entry uses one, or one says itself which
@@ -245,6 +246,7 @@ def wholes_of(
     wholes = [check_eval(config_of(queue, e)) for e in queue.entries if e.after and e.number in done]
     return [reached(Measured(e.cfg.folder, e.home)) for e in wholes]
 
+# %% ../../nbs/command/06_sweep.ipynb #d304fee7
 def swept(
     given:dict # parameter -> value
 )->tuple:      # what JSON says; the text; exit status

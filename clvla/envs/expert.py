@@ -16,6 +16,7 @@ def advice(env)->np.ndarray: # (A,)
     action = np.asarray(env.expert(), np.float32)
     return np.clip(action, -1, 1) if getattr(env, "n_actions", None) is None else action
 
+# %% ../../nbs/envs/12_expert.ipynb #59f0def9
 def plan_of(
     env,    # an environment with snapshots and an expert, whose episode is under way
     n:int   # steps

@@ -158,6 +158,7 @@ def fit_encoder(self:ChoicePPO):
     self.policy.mean.copy_(x.mean(0))
     self.policy.scale.copy_(torch.where(std > 1e-6, 1/std, 0))
 
+# %% ../../nbs/rl/29_choice.ipynb #40c1302e
 @patch
 def states(self:ChoicePPO, e)->dict:
     "States x (n+1,X) and draws (n+1,N,H,A) where a chunk was planned, and at the end; numbers of those played (n,)."

@@ -262,6 +262,7 @@ def states(self:FlowPPO, e)->dict:
     for u,a in zip(as_played, action): planned(u[None], a, AGREE[policy.vla.precision])   # ValueError when they differ
     return dict(h=h, base=features(self.base.eval(), obs) if self.deep else h, chain=chain)
 
+# %% ../../nbs/rl/33_flow_gradient.ipynb #0faa6500
 @patch
 @torch.no_grad()
 def base_means(self:FlowPPO, h, chain)->Tensor:

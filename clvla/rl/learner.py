@@ -342,6 +342,7 @@ def state_dict(self:Practice)->dict:
                 state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict(),
                            **ahead))
 
+# %% ../../nbs/rl/21_learner.ipynb #616a3137
 @patch
 def load_state_dict(self:Practice, states:dict):
     "Go on from `states`; the policy has its weights already."

@@ -241,6 +241,7 @@ def add(self:Recap, episodes):
         expert = np.zeros(e.n_steps, bool) if e.is_intervention is None else e.is_intervention
         self.looked.append(dict(task=e.task_id, at=e.at, success=e.success, expert=expert[e.at[:-1]], x=self.look(e)))
 
+# %% ../../nbs/rl/36_recap.ipynb #4c5d861a
 @patch
 def take_log(self:Recap, path):
     "Take in a round of a former run."

@@ -280,6 +280,7 @@ def stack_tokens(
     pad = lambda x: torch.cat([x, x.new_zeros(len(x), longest-x.shape[1], *x.shape[2:])], 1)
     return torch.cat([pad(tokens) for tokens,_ in parts]),torch.cat([pad(mask) for _,mask in parts])
 
+# %% ../../nbs/rl/13_token_method.ipynb #ade283aa
 @patch
 def tokens_to_learn(self:TokenMethod,
     demos:list,   # batches of the demonstrations

@@ -142,6 +142,7 @@ def remember(queue:Queue):
     "Note which entries have ended before this command: those alone are begun again."
     queue.passed = {(s.entry.number, s.claim) for s in queue.states() if s.state in ("stopped", "failed")}
 
+# %% ../../nbs/run/21_queue.ipynb #dba4df62
 def take_next(
     queue:Queue,
     chosen=None, # numbers of entries, and with them those that come after them; None: all
@@ -167,6 +168,7 @@ def last_lines(
     with open(path, errors="replace") as f:
         return "\n".join(deque((x.rstrip() for x in f if x.strip() and not x.startswith("@")), n))
 
+# %% ../../nbs/run/21_queue.ipynb #335387c8
 def wait_until_free(
     run_dir,    # of a run
     stop,       # a `StopFlag`

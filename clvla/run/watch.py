@@ -111,6 +111,7 @@ def updates_of(
     of = {t["id"]: t.get("budget") or n for t in stream["tasks"] if t.get("trained", True)}
     return sum(of.values())*stream.get("cycles", 1) if name == JOINT else of.get(name, n)
 
+# %% ../../nbs/run/12_watch.ipynb #f7a6aaba
 @patch(as_prop=True)
 def position(self:Run)->dict:
     "How far the run is: phase, task, done, total, and if known stage, n_stages, loss, lr, success; {} before training."

@@ -206,6 +206,7 @@ def _check_processes(
             f"{cfg.folder} was begun by one process, with rows for each task, and goes on so; set num_processes to "
             f"1, or remove that folder")
 
+# %% ../../nbs/train/05_eval_config.ipynb #7642f9da
 def check_eval_here(
     cfg:EvalConfig # as a page gave it
 )->Evaluation:

@@ -57,6 +57,7 @@ def predicted(
         found.append((processor.unnormalise(chunk.cpu()).numpy(), raw[ACTION].numpy(), ~raw[PAD].numpy()))
     return tuple(map(np.concatenate, zip(*found)))
 
+# %% ../../nbs/train/13_held_out.ipynb #680fe14d
 def action_error(
     said,        # (n,H,A) what the policy says
     recorded,    # (n,H,A) what was recorded

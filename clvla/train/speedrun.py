@@ -126,6 +126,7 @@ def attempt(
                 bytes=cost["bytes"], samples=sum(cost["samples"].values()), fingerprint=fingerprint(run.path))
     return made | dict(won=played(cfg, track)) if play else made
 
+# %% ../../nbs/train/18_speedrun.ipynb #83cc0cae
 def played(cfg:TrainConfig, track:Track)->dict: # task id -> a string of 0 and 1, one for each start
     "Play the last checkpoint from the track's starts."
     episodes = eval_cl(EvalConfig(run_dir=cfg.run_dir, n_trials=track.n_starts, last_only=True, seed=cfg.seed,
@@ -305,6 +306,7 @@ def newest_of(
     if not records: raise ValueError(f"{file} has no record yet; leave --again out")
     return read_submission(Path(folder)/f"{records[-1]['name']}.yaml")
 
+# %% ../../nbs/train/18_speedrun.ipynb #977fe786
 def main(
     argv=None # words behind the command's name
 ):

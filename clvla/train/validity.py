@@ -43,6 +43,7 @@ def runs_of(
     return {f"{who}-{order}-s{seed}": cfg(f"{who}-{order}-s{seed}", order, seed, control)
             for seed in range(seeds) for order in ORDERS for who,control in LACKING.items()}
 
+# %% ../../nbs/train/15_validity.ipynb #dbec846f
 def plan_text(cfgs:dict)->str:
     "How much the runs are, before one of them starts."
     cfg = next(iter(cfgs.values()))

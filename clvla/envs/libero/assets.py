@@ -69,6 +69,7 @@ def _lay_out(p:Path, new:Path):
     files = {f: [stats[f].st_size, stats[f].st_mtime_ns, h] for f,h in hashes.items()}
     write_json(new/INDEX, dict(format=FORMAT, source=str(p), fingerprints=prints, files=files))
 
+# %% ../../../nbs/envs/libero/03_assets.ipynb #5ffd9e38
 def _states(given, folder:Path):
     "Write all initial states as npz; hashes and fingerprints."
     prints = {}
