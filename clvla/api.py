@@ -48,7 +48,8 @@ class Measured:
     @property
     def matrix(self)->SuccessMatrix: return matrix_of(self.home, self.records)   # stages x tasks
     @property
-    def metrics(self)->pd.DataFrame: return metrics_table(self.records, *stream_of(self.home))   # percent, 95 % intervals
+    def metrics(self)->pd.DataFrame:   # percent, 95 % intervals
+        return metrics_table(self.records, *stream_of(self.home))
     def heatmap(self)->go.Figure: return heatmap(self.matrix)   # the success on each task after each stage
 
 # %% ../nbs/00_api.ipynb #9ba361e5
@@ -89,6 +90,7 @@ def result_of(
     run_page(cfg)
     return Result(cfg.run_dir)
 
+# %% ../nbs/00_api.ipynb #161496ce
 def train(
     algo:str="mir",      # against forgetting: a key of `clvla.cl.all.algos`, several with +, or a plugin's
     suite="mw5",         # a stream, or a folder of a LeRobot data set
@@ -97,6 +99,7 @@ def train(
     "Train a policy along a stream by imitation, and evaluate it after every task (page run_cl)."
     return result_of(TrainConfig, dict(cl=algo, suite=suite) | settings)
 
+# %% ../nbs/00_api.ipynb #4a2ad76b
 def practice(
     suite,               # as in `train`
     algo:str="auto",     # how it practises: a key of `clvla.rl.all.methods`
@@ -145,17 +148,22 @@ class Comparison:
     def __post_init__(self):   # of fewer draws an interval of 95 % is none
         if self.n_boot < 20: raise ValueError(f"n_boot is {self.n_boot}, expected 20 draws or more, as 2000")
     @property
-    def unfinished(self)->list: return [str(r.path) for rs in self.groups.values() for r in rs if not r.finished]   # folders of runs that are in no pair
+    def unfinished(self)->list:   # folders of runs that are in no pair
+        return [str(r.path) for rs in self.groups.values() for r in rs if not r.finished]
     @cached_property
-    def summary(self)->pd.DataFrame: return summary(self.groups, n_boot=self.n_boot, seed=self.seed)   # a row for each group and metric
+    def summary(self)->pd.DataFrame: # a row for each group and metric
+        return summary(self.groups, n_boot=self.n_boot, seed=self.seed)
     @property
-    def table(self)->pd.DataFrame: return self._marked(wide(self.summary))   # a row for each group, metrics with intervals
+    def table(self)->pd.DataFrame: return self._marked(wide(self.summary))   # a row for each group, with intervals
     @cached_property
-    def budgets(self)->pd.DataFrame|None: return budget_table(self.groups, self.baseline, self.equal, self.tolerance) if self.equal else None   # what each run used
+    def budgets(self)->pd.DataFrame|None:   # what each run used
+        return budget_table(self.groups, self.baseline, self.equal, self.tolerance) if self.equal else None
     @property
-    def agreeing(self)->dict: return agreeing(self.groups, self.baseline, self.budgets) if self.equal else self.groups   # groups that are paired
+    def agreeing(self)->dict:   # groups that are paired
+        return agreeing(self.groups, self.baseline, self.budgets) if self.equal else self.groups
     @cached_property
-    def paired(self)->pd.DataFrame: return paired_table(self.agreeing, self.baseline, self.n_boot, self.seed)   # each group minus the baseline
+    def paired(self)->pd.DataFrame:   # each group minus the baseline
+        return paired_table(self.agreeing, self.baseline, self.n_boot, self.seed)
     def over_budget(self)->go.Figure|None:
         return budget_points(self.groups, self.equal, self.agreeing, self.n_boot, self.seed) if self.equal else None
     def figure(self)->go.Figure: return difference_points(self.paired, self.baseline)
@@ -174,7 +182,7 @@ def compare(
     by="algo",       # settings that tell groups apart, a list or with commas
     baseline:str="", # a group; "": the plan's, or sequential where there is one, else the first
     plan="",         # file of a plan that was written before the runs (page eval/plan); groups are then as it says
-    equal:str="",    # pair only runs that used as much of it: bytes, seconds, core_seconds or samples (page eval/budgets)
+    equal:str="",    # pair only runs that used as much of it: bytes, seconds, core_seconds or samples (eval/budgets)
     tolerance:float=.1, # share of the baseline's budget by which another may differ
     **boot           # n_boot and seed, of the intervals
 )->Comparison:
@@ -183,6 +191,7 @@ def compare(
                         tolerance=tolerance)
     return compared(cfg, **boot)
 
+# %% ../nbs/00_api.ipynb #35fea7ab
 def compared(
     cfg:CompareConfig,
     runs=None,  # of `eval.compare.Run`; None: as the config says
@@ -223,7 +232,7 @@ def forgotten(self:Comparison)->dict:
 
 @patch
 def budget_parts(self:Comparison)->dict:
-    "Heading -> what is held equal, and success over each other budget that two groups or more have recorded; {} where nothing was."
+    "Heading -> what is held equal, and success over each other budget that two groups or more have; {} without any."
     held = {"Budgets": self.budgets, "Success over the budget": self.over_budget()} if self.equal else {}
     if "ASR" not in set(self.summary.metric): return held
     known = [kind for kind in ("bytes", "core_seconds", "samples") if kind != self.equal and self.n_recorded(kind) > 1]

@@ -38,6 +38,7 @@ def values_of(
 
 def _is_range(v)->bool: return isinstance(v, str) and re.fullmatch(r"\s*-?\d+\.\.-?\d+\s*", v) is not None
 
+# %% ../../nbs/command/05_entries.ipynb #23b30428
 def grid_of(
     said # a dict, or text: "algo=er,mir;seed=0..9"
 )->dict: # setting -> values
@@ -54,7 +55,9 @@ def grid_of(
     if empty := [k for k,v in grid.items() if not v]: raise ValueError(f"grid: {empty[0]!r} has no values")
     return grid
 
-def points(grid:dict)->list: return [dict(zip(grid, point)) for point in product(*grid.values())]
+def points(grid:dict)->list:
+    "Every combination of a grid's values, the last name's changing fastest."
+    return [dict(zip(grid, point)) for point in product(*grid.values())]
 
 # %% ../../nbs/command/05_entries.ipynb #6b3a6a8f
 KEYS = dict(experiment="str", name="str", folder="str", parameters="str", shared="dict", grid="dict or str",
@@ -143,7 +146,7 @@ def given_of(
 
 # %% ../../nbs/command/05_entries.ipynb #90212302
 def plan_of(sweep:Sweep, said:dict)->dict|str: # "" where there is none
-    "The plan of all entries, read once, so that a file which changes meanwhile gives no entry another one; ValueError for two."
+    "The plan of all entries, read once, so that a change of the file reaches no entry; ValueError for two plans."
     if sweep.plan and said.get("plan"):
         raise ValueError("plan is given twice, by the file of the sweep and by the command; give it once")
     plan = sweep.plan or said.get("plan", "")
@@ -175,7 +178,8 @@ def entries_of(
     say=print       # told what of a file does not apply
 )->list:            # of `Entry`
     "The numbered entries of a sweep; ValueError names the first that is none."
-    said,entries,heard = said or {},[],set()
+    said = said or {}
+    entries,heard = [],set()
     if plan := plan_of(sweep, said): said = said | dict(plan=plan)
     once = lambda line: line in heard or heard.add(line) or say(line)   # the same for many entries
     rows = [(line, point) for line in sweep.list or [{}] for point in points(grid_of(sweep.grid))]

@@ -41,6 +41,7 @@ def meaning(registry, name:str)->str:
     except ImportError as e: return str(e)
     return (getattr(entry, "__doc__", None) or "").strip().partition("\n")[0]
 
+# %% ../../nbs/command/02_lists.ipynb #de17cd2a
 def menu(
     name:str # a key of `MENUS`, "suites" or "runs"
 )->dict:     # entry -> what it is
@@ -59,7 +60,7 @@ def menu_text(name:str)->str:
 
 # %% ../../nbs/command/02_lists.ipynb #d25eeb02
 def comments(cls)->dict:
-    "Argument of a class -> what the comment beside it says, in its own constructor, a parent's, or that of a class it hands settings to."
+    "Argument -> the comment beside it, in the constructor of the class, a parent, or a class it hands settings to."
     said,passed = {},getattr(cls.__init__, "passed", None)
     for c in (*cls.__mro__, *(passed.cls.__mro__ if passed else ())):
         try: own = docments(c.__init__) if "__init__" in vars(c) else {}
@@ -107,8 +108,12 @@ def entry_text(name:str)->str:
         lines += [f"{name}: {e['about']} ({MENUS[k][1]})", *(f"  {w:<{width}}  {text}" for w,text in zip(words, said))]
     return "\n".join(lines)
 
-def listed(name:str)->dict: return menu(name) if name in (*MENUS, "suites") else entry(name)
-def listed_text(name:str)->str: return menu_text(name) if name in (*MENUS, "suites") else entry_text(name)
+def listed(name:str)->dict:
+    "What `clvla list NAME` prints as JSON: a menu, or the settings of an entry."
+    return menu(name) if name in (*MENUS, "suites") else entry(name)
+def listed_text(name:str)->str:
+    "The same for a terminal."
+    return menu_text(name) if name in (*MENUS, "suites") else entry_text(name)
 
 def load_named(plugins:str):
     "Load plugins as a command names them: one file or module, or several as a run takes them."
@@ -118,7 +123,7 @@ def load_named(plugins:str):
 def runs_in(
     folder="runs" # whose folders are runs
 )->list:          # of dicts: run, learner, algo, cl, seed, status
-    "The runs of a folder; what cannot be read is listed with the reason. FileNotFoundError for another folder than runs that is not there."
+    "The runs of a folder, with the reason for what cannot be read. FileNotFoundError without one, unless it is runs."
     if str(folder) != "runs" and not Path(folder).is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; --runs names the folder that the runs lie in")
     found = []
@@ -158,6 +163,7 @@ def kept_text(rows:list, root:Path)->str:
     if small: lines.append(f"{sum(r['bytes'] for r in small)/1e6:10.1f} MB  in {len(small)} smaller ones")
     return "\n".join([*lines, f"{sum(r['bytes'] for r in rows)/1e6:10.1f} MB  in {root}"])
 
+# %% ../../nbs/command/02_lists.ipynb #c181f0b3
 def delete(name:str, folder="")->int:
     "Remove one of `kept`; its bytes. ValueError for a name that is not among them."
     names = [r["name"] for r in kept(folder)]

@@ -25,15 +25,16 @@ COMMANDS = dict(
     compare="put runs side by side: RUN ...",
     **{"audit-stream": "what a policy reaches on a stream without eyes, words or feedback: SUITE"},
     audit="say whether a difference is shown, of anybody's results: NAME=PATH NAME=k/n ...",
-                metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
+    metrics="matrix and metrics of a run, an evaluation or a CSV file: PATH",
     stats="whether dataset_statistics.json is what the frames say: DATASET",
     watch="follow a run until it ends: RUN", stop="ask a run to save and end: RUN",
     list="what there is to choose from, the settings of one of it, or which runs there are: [suites | methods | "
          "practice | agents | policies | runs | NAME]",
     cache="what lies in the folder of the data",
-                doctor="what of this machine a run needs, and what to do where it is not there",
+    doctor="what of this machine a run needs, and what to do where it is not there",
     completion="completion of words for a shell: bash or zsh")
 
+# %% ../../nbs/command/04_main.ipynb #89d1587c
 def installed()->dict: # name -> "module:function"
     "Commands of single rooms, which are installed as `clvla-NAME`; {} for a library that is not installed."
     try: points = importlib.metadata.distribution("clvla").entry_points
@@ -154,6 +155,7 @@ def of_stats(command:str, words:Words, o):
     found = stats.look_at(runs.one_of(words, command), o.repair)
     return found,stats.told(found)
 
+# %% ../../nbs/command/04_main.ipynb #499fc7c3
 def of_metrics(command:str, words:Words, o):
     "Matrix and metrics of a path."
     with loading(): from clvla.command import runs
@@ -172,6 +174,7 @@ def of_metrics(command:str, words:Words, o):
     return runs.facts(r) | probes,"\n".join([runs.told(r), *["", text]*o.recovery,
                                              *(f"written: {file}" for file in files)])
 
+# %% ../../nbs/command/04_main.ipynb #a0f5e509
 def of_state(command:str, words:Words, o):
     "Watch a run, or stop it."
     with loading(): from clvla.command import runs

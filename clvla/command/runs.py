@@ -144,14 +144,16 @@ def shown(r:Reached)->str:
     return "" if r.returns is None else f"mean return, by task\n{rows_text(r.returns, r.stages, r.tasks, '.2f')}"
 
 def lacking(r:Reached)->str:
-    "Which cells of a run that is done have fewer episodes than it had to play, as where its records were cut off; \"\" where none has."
+    "Which cells of a finished run have fewer episodes than it had to play, as where its records were cut off; or \"\"."
     if not isinstance(r.run, Result) or r.run.run.status != "done": return ""
     if not r.n: return f"{r.run.path} has no episodes"
     n = r.run.run.folder.cfg.n_trials
     cells = ([] if r.matrix is None
              else [(s, t, int(k)) for s,row in zip(r.stages, r.matrix.n) for t,k in zip(r.tasks, row) if 0 < k < n])
     first = ", ".join(f"{k} of {t} after {s}" for s,t,k in cells[:3])+", ..."*(len(cells) > 3)
-    return f"{r.run.path} has fewer than {n} episodes in {len(cells)} cell{'s'*(len(cells) > 1)}: {first}; were its records cut off?" if cells else ""
+    if not cells: return ""
+    return (f"{r.run.path} has fewer than {n} episodes in {len(cells)} cell{'s'*(len(cells) > 1)}: {first}; "
+            "were its records cut off?")
 
 def told(
     r:Reached
@@ -222,9 +224,11 @@ def comparison_text(c)->str:
         text += f"\n\npaired with {c.baseline}, difference of final success in points:\n{paired.to_string(index=False)}"
         text += "\nlow, high: of these policies, from other starts; t_low, t_high: of other seeds, which says goes by"
     if c.unfinished:
-        text += f"\n\nnot at their end: {', '.join(c.unfinished)}; they are in no pair, and the metrics have what episodes there are"
+        text += (f"\n\nnot at their end: {', '.join(c.unfinished)}; they are in no pair, and the metrics have what "
+                 "episodes there are")
     if c.equal:
-        text += f"\n\nequal {c.equal}, within {100*c.tolerance:g} % of {c.baseline}:\n{c.budgets.to_string(index=False)}"
+        text += (f"\n\nequal {c.equal}, within {100*c.tolerance:g} % of {c.baseline}:\n"
+                 f"{c.budgets.to_string(index=False)}")
     return f"{text}\n\n{c.followed.text}" if c.followed else text
 
 def comparison_facts(c)->dict:
@@ -237,7 +241,8 @@ def comparison_facts(c)->dict:
                 summary=rows(c.summary), paired=rows(c.paired)) | planned
 
 # %% ../../nbs/command/01_runs.ipynb #6c8c90b6
-FORM = "expected a line with the tasks, as in ',a,b', and a line after each stage that begins with the task it trained, as in 'a,90,'"
+FORM = ("expected a line with the tasks, as in ',a,b', and a line after each stage that begins with the task it "
+        "trained, as in 'a,90,'")
 
 def read_table(
     path # a CSV file
@@ -395,7 +400,8 @@ def watch(
     out=None         # where the text goes; None: the standard output
 )->Run:
     "Follow a run until it ends."
-    run,out,said = Run.open(whole_run(path)),out or sys.stdout,("","")
+    run,said = Run.open(whole_run(path)),("","")
+    out = out or sys.stdout
     while True:
         ended = run.status not in ("starting", "running")   # asked first: what it wrote until then is in the text
         if ended or once or out.isatty():
@@ -405,6 +411,7 @@ def watch(
         else: said = say_news(run, said, out)
         time.sleep(every)
 
+# %% ../../nbs/command/01_runs.ipynb #c51f2fcd
 def say_news(run:Run, said:tuple, out)->tuple:
     "Print tenth and matrix where they are not those that were said, and return what has been said now."
     now,left,matrix = run.position,run.left,said[1]

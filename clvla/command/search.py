@@ -82,6 +82,7 @@ def space_of(search:Search)->dict: # setting -> a distribution of Optuna
         return IntDistribution(**{"step": 1} | said) if whole else FloatDistribution(**said)
     return {name: one(said) for name,said in search.ranges.items()}
 
+# %% ../../nbs/command/09_search.ipynb #e0ac3959
 def propose(
     search:Search,
     known:list, # (settings, score) of the trials before
@@ -174,7 +175,9 @@ def begin_search(
     return begun
 
 # %% ../../nbs/command/09_search.ipynb #1a874a11
-def key_of(params:dict)->str: return json.dumps(params, sort_keys=True)
+def key_of(params:dict)->str:
+    "Settings of a trial as text, by which equal ones are found."
+    return json.dumps(params, sort_keys=True)
 
 def trials_of(
     search:Search,
@@ -188,7 +191,9 @@ def trials_of(
         known += [(p, scores[key_of(p)]) for p in found]
     return known,[]
 
-def best_of(known:list)->tuple: return max(known, key=lambda x: x[1])   # of equal ones the first
+def best_of(known:list)->tuple:
+    "The pair with the highest score."
+    return max(known, key=lambda x: x[1])   # of equal ones the first
 
 # %% ../../nbs/command/09_search.ipynb #bcd03113
 def _with(queue:Queue, entries:list)->Queue:
@@ -257,7 +262,8 @@ def swept(
     text = "\n".join([*rows, f"{len(known)} of {search_from(sweep.search).trials} trials", str(queue.folder)])
     if cfg.dry_run: return found,text+"\nnothing was started (dry_run)",0
     if failed := [s for s in queue.states() if s.state == "failed"]:
-        return found,text+f"\n{failed[0].entry} failed: {failed[0].end.get('error', '')}\nthe same command begins it anew",1
+        error = failed[0].end.get("error", "")
+        return found,text+f"\n{failed[0].entry} failed: {error}\nthe same command begins it anew",1
     if report is None: return found,text+"\nthe same command goes on",EXIT_STOPPED
     evaluation,best = check_eval(config_of(queue, report)),best_of(known)[0]
     result = reached(Measured(evaluation.cfg.folder, evaluation.home))

@@ -62,6 +62,7 @@ def progress(queue:Queue, entry)->str:
     stage = f"task {p['stage']+1} of {p['n_stages']}, " if "n_stages" in p else ""
     return f"{stage}{p.get('phase', '')} {p['done']} of {p['total']}" if p.get("total") else ""
 
+# %% ../../nbs/command/10_standing.ipynb #1d35232a
 def rows_of(
     queue:Queue,
     cfgs:dict # number -> config
@@ -98,6 +99,7 @@ def detail(r:dict)->str:
     if r["state"] == "running": return ", ".join(filter(None, [who, r["progress"]]))
     return ("its process is gone: "+who if r.get("lost") else "")+f"  takes {duration(r['estimate'])}"
 
+# %% ../../nbs/command/10_standing.ipynb #8747275d
 def table_text(
     rows:list,
     parallel:int=1 # entries at the same time

@@ -21,7 +21,8 @@ from ..run.engines import Plan, engines
 from ..run.queue import Queue, remember
 from ..run.stop import EXIT_STOPPED, StopFlag
 from ..train.eval_config import EvalConfig, check_eval
-from .entries import Sweep, begin_entry, check_entries, config_of, entries_of, plan_of, read_sweep, results_of, values_of
+from .entries import (Sweep, begin_entry, check_entries, config_of, entries_of, plan_of, read_sweep,
+                                   results_of, values_of)
 from .runs import comparison_facts, comparison_text, facts, reached, told
 from .standing import (counts, detail, duration, estimate, like, progress, rows_of, spent, table_text,
                                     time_left)   # some of them only for those who look for them here
@@ -214,6 +215,7 @@ def nodes_for(
         raise ValueError(f"machines is {n}, and engine 'ray' has one machine for each entry; use engine slurm")
     return n
 
+# %% ../../nbs/command/06_sweep.ipynb #be0cb3fd
 def gpus_for(
     cfgs # of the entries
 )->tuple: # their names for CUDA; () where no entry uses one, or one says itself which
@@ -244,6 +246,7 @@ def wholes_of(
     wholes = [check_eval(config_of(queue, e)) for e in queue.entries if e.after and e.number in done]
     return [reached(Measured(e.cfg.folder, e.home)) for e in wholes]
 
+# %% ../../nbs/command/06_sweep.ipynb #d304fee7
 def swept(
     given:dict # parameter -> value
 )->tuple:      # what JSON says; the text; exit status

@@ -35,7 +35,7 @@ def parameters_cell(page:Path)->str:
 def defaults_of(
     page:Path
 )->dict: # name -> value
-    "What a page says by itself, where a user says nothing: the names that it shows, not those in its text of rare ones."
+    "What a page says where a user says nothing: the names that it shows, not those of its text on rare ones."
     lines = [node for node in ast.parse(parameters_cell(page)).body if isinstance(node, ast.Assign)]
     given = {node.targets[0].id: ast.literal_eval(node.value) for node in lines}
     return {k: v for k,v in given.items() if not k.startswith("_")}

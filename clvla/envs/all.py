@@ -287,6 +287,7 @@ def _entry(entry, i:int, taken)->Task:
     if "env" in entry: task = in_env(task, dict(entry["env"]))
     return with_env(task, entry["eval_env"], "eval_env") if "eval_env" in entry else task
 
+# %% ../../nbs/envs/06_all.ipynb #43c3e620
 def _of_entries(d:dict, options:dict)->Stream:
     "The stream of tasks that an inline stream describes one by one."
     for name in ("base", "partition"):
@@ -309,6 +310,7 @@ def _checked(stream:Stream)->Stream:
             if spec is not None: kind_of(spec).check_spec(spec, f"{field} of task {task.id!r}")
     return stream
 
+# %% ../../nbs/envs/06_all.ipynb #b900f7b5
 def make_stream(
     spec,                 # registered name, inline dict, `Stream`, or LeRobot data sets: folder(s) or hf:ORG/NAME
     task_order=None,      # permutation of positions or ids; None = as registered

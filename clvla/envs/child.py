@@ -6,7 +6,8 @@
 __all__ = ['STATES', 'HELP', 'send', 'recv', 'Process', 'child_env', 'child', 'report', 'raise_as', 'die_with', 'Child', 'trim']
 
 # %% ../../nbs/envs/02_child.ipynb #22f87e1a
-import ctypes, errno, faulthandler, fcntl, importlib, json, os, signal, socket, subprocess, sys, threading, time, traceback
+import ctypes, errno, faulthandler, fcntl, importlib, json, os
+import signal, socket, subprocess, sys, threading, time, traceback
 import clvla
 from pathlib import Path
 from ..core.contract import ContractError
@@ -43,7 +44,7 @@ def recv(sock)->dict|None:
 
 # %% ../../nbs/envs/02_child.ipynb #14289503
 def _start(run:str, fds:tuple, python, env, output:int)->subprocess.Popen:
-    "The process of a `Process`: it inherits the open files `fds`, and nothing of them is in its command but their numbers."
+    "The process of a `Process`: it inherits the open files `fds`; its command has their numbers alone."
     code = "from clvla.envs.child import child; child()"
     command = [python or sys.executable, "-P", "-c", code, str(os.getpid()), *run.split(":"), *map(str, fds)]
     return subprocess.Popen(command, env=child_env(python)|(env or {}), pass_fds=fds, stdin=subprocess.DEVNULL,

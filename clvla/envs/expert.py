@@ -16,6 +16,7 @@ def advice(env)->np.ndarray: # (A,)
     action = np.asarray(env.expert(), np.float32)
     return np.clip(action, -1, 1) if getattr(env, "n_actions", None) is None else action
 
+# %% ../../nbs/envs/12_expert.ipynb #59f0def9
 def plan_of(
     env,    # an environment with snapshots and an expert, whose episode is under way
     n:int   # steps
@@ -61,7 +62,7 @@ def guided(
     env,                   # whose episode is under way
     actions:np.ndarray,    # (n,A) the policy's chunk
     label:bool=False,      # whether the expert's plan is wanted
-    gate:float|None=None,  # mean distance of the chunk from the plan, per number of an action, from which the expert acts;
+    gate:float|None=None,  # mean distance of chunk and plan, per number of an action, from which the expert acts;
                            # 0: it always does; None: the distance is not looked at
     late:int=0             # step of the episode from which the expert acts; 0: never for that
 )->tuple:                  # what is carried out: `actions`, or `Acting`; the expert's plan (m,A), None without `label`

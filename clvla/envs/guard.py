@@ -119,7 +119,7 @@ def chunk_of(env, method, answer, actions, out=None, watch=())->tuple:
     return observation_of(env, method, obs),rewards,success,terminated,truncated,int(n)
 
 def action_of(env, method, action, *args, **kw):
-    "An expert's action, unchanged; the state that it was chosen in is looked at as well, since a demonstration holds both."
+    "An expert's action, unchanged; the state that it was chosen in is looked at too, as a demonstration holds both."
     numbers_of(env, "state", env.state, env.state_dim, "state")
     flat = np.asarray(action).reshape(-1) if action is not None else None
     if env.n_actions is None: numbers_of(env, method, flat, env.action_dim, "action")

@@ -37,7 +37,8 @@ class _Attributes:
     sentences = False   # whether its instructions are sentences, whose words an evaluation can change
     # how vla-eval's benchmark of it has to be set, and its words for state and actions: dict(params, state, action)
     messages = None
-    guides = None       # what its environments have for an expert beside a policy, of "expert" and "snapshots"; None = what the class `env` says
+    # what its environments have for an expert beside a policy, of "expert" and "snapshots"; None: what `env` says
+    guides = None
 
 # %% ../../nbs/envs/01_kind.ipynb #6edf15ee
 class Kind(_Attributes):
@@ -61,7 +62,8 @@ class Kind(_Attributes):
     def streams(self)->dict: return {}                     # name -> Stream
     def adopt(self, tasks:list, options)->list: return tasks # `options`: what the user says of the data sets, or None
     def identity(self, spec:dict)->dict: return {}         # e.g. {"assets": version}
-    def files(self)->str: return ""                        # where its own files lie; FileNotFoundError where they are missing
+    def files(self)->str:   # where its own files lie; FileNotFoundError where they are missing
+        return ""
     def rates_of(self, env)->tuple: return self.rates or (self.recipe["fps"],)   # of an environment; (): nobody knows
     def title(self, spec:dict)->str: return spec["name"]
     def suits(self, tasks:list)->dict: return self.defaults   # settings that suit some of its tasks
@@ -124,7 +126,8 @@ def _mixes(self:Kind,
     "Whether trials begin partly at the benchmark's own starts and partly at drawn ones."
     return self.n_starts is not None and first < self.n_starts < first+n
 
-def _spec(task)->dict: return getattr(task, "eval_env", None) or getattr(task, "env", None) or {}   # in which it is tried
+def _spec(task)->dict:   # in which it is tried
+    return getattr(task, "eval_env", None) or getattr(task, "env", None) or {}
 
 def _check(self:Kind,
     cfg,       # settings of a run: evaluate, n_trials

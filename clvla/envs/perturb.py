@@ -52,16 +52,14 @@ def perturbs_of(
 # %% ../../nbs/envs/10_perturb.ipynb #0d0a940d
 SYNONYMS = dict(
     press="hit", button="switch", left="left-hand", right="right-hand", middle="central", rotate="turn", faucet="tap",
-                close="shut",
-    clockwise="rightwards", put="set", pick="lift", place="lay", bowl="dish", plate="saucer", cabinet="cupboard",
-                basket="hamper",
-    mug="cup", stove="cooker", top="upper", bottom="lower", book="volume", box="carton", puck="disc", goal="target",
-                handle="grip", wall="barrier",
-    grasp="grab", pull="tug", get="take", reach="touch", door="gate", peg="pin", move="bring", dot="point",
-                bottle="flask", rack="holder")
+    close="shut", clockwise="rightwards", put="set", pick="lift", place="lay", bowl="dish", plate="saucer",
+    cabinet="cupboard", basket="hamper", mug="cup", stove="cooker", top="upper", bottom="lower", book="volume",
+    box="carton", puck="disc", goal="target", handle="grip", wall="barrier", grasp="grab", pull="tug", get="take",
+    reach="touch", door="gate", peg="pin", move="bring", dot="point", bottle="flask", rack="holder")
 SYNONYMS["counter-clockwise"] = "anti-clockwise"
 PHRASES = "please {}","{} please","now {}","could you {}","your task is to {}"
 
+# %% ../../nbs/envs/10_perturb.ipynb #8b98bb6e
 def reworded(
     sentence:str,
     strength:float,
@@ -73,6 +71,7 @@ def reworded(
     said = " ".join(words)
     return phrase.format(said[:1].lower()+said[1:])
 
+# %% ../../nbs/envs/10_perturb.ipynb #4d483329
 def told(
     task,        # with `id` and `prompt`
     perturb:dict,
@@ -85,7 +84,7 @@ def told(
 
 # %% ../../nbs/envs/10_perturb.ipynb #05659310
 class Scene:
-    "An environment whose scene can be changed after a reset; a subclass has methods `camera`, `light`, `start`, `distractors`."
+    "An environment whose scene can be changed after a reset, by methods `camera`, `light`, `start`, `distractors`."
     def __init__(self, env): self.env = env
     def plain(self): "Undo what was changed for the last trial."
     def ready(self): "Called when everything is changed."

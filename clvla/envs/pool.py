@@ -99,6 +99,7 @@ def reset(self:EnvPool,
     self._ready = [r for r in self._ready if r.slot != slot]
     self.supervisor.begin(slot, int(trial), **message)
 
+# %% ../../nbs/envs/03_pool.ipynb #1694631f
 @patch
 def _change(self:EnvPool, slot, spec):
     "Note that a slot has another environment from now on."
@@ -157,8 +158,8 @@ def wait(self:EnvPool,
     wake:int=None      # number of an open file that ends the wait when it can be read
 )->list:               # of `Result`; empty only when `timeout` has passed, or at `wake`
     """The results that are there, as soon as there is one. RuntimeError when a worker fails again and again; ValueError
-    when no slot owes an answer and there is no `wake`, or the pool is closed; the worker's error when an environment could not be built or
-    refused its trial (RuntimeError where `raise_as` does not know its class)."""
+    when no slot owes an answer and there is no `wake`, or the pool is closed; the worker's error when an environment
+    could not be built or refused its trial (RuntimeError where `raise_as` does not know its class)."""
     self.supervisor.check_open()
     until = float("inf") if timeout is None else time.monotonic()+timeout
     while not self._ready:
@@ -167,6 +168,7 @@ def wait(self:EnvPool,
     results,self._ready = self._ready,[]
     return results
 
+# %% ../../nbs/envs/03_pool.ipynb #5b8ee935
 @patch
 def _accept(self:EnvPool, answer):
     "Turn an answer into a result; raises the error of an environment that could not be built or refused its trial."
@@ -199,7 +201,7 @@ class Result:
     success_at:int=0      # step of the chunk, from 1, at which the first success was; 0: none
     actions:np.ndarray|None=None # (n_steps,A) that were carried out, by policy or expert; None: those that were sent
     by_expert:bool=False  # the expert acted
-    plan:np.ndarray|None=None # (m,A) what the expert would have done from the observation before; None: it was not asked
+    plan:np.ndarray|None=None # (m,A) what the expert would have done from the observation before; None: not asked
 
     @property
     def reward(self)->float:

@@ -17,7 +17,7 @@ def check_gl(
     find=ctypes.util.find_library, # looks a shared library up by name; returns None when it is not there
     draw:bool=True                 # also open a context, in another process, where a library is not enough
 )->str:                            # the backend that MuJoCo will use
-    "Choose MuJoCo's GL backend and check that it can work, in at most a second; ValueError or ImportError says why not."
+    "Choose MuJoCo's GL backend and check that it works, in at most a second; ValueError or ImportError says why not."
     there = [backend for backend,(lib,_) in GL_LIBS.items() if find(lib)]
     gl = os.environ.get("MUJOCO_GL", "").lower()
     if not gl: gl = "egl" if "egl" in there and gpu_draws(find) else there[0] if there else ""
@@ -188,7 +188,8 @@ class FastRenderer:
         import mujoco
         self.model,self.data,self.size = model,data,size
         self.camera = free_camera() if camera is None else camera
-        self.key = share or id(self),size,cell
+        name = share or id(self)
+        self.key = name,size,cell
         self.up,self.rect = _borrow(self.key, model),mujoco.MjrRect(0, 0, size, size)
         self.raw = np.empty((size, size, 3), np.uint8)
         self.scene,self.option = mujoco.MjvScene(model, maxgeom=1000),mujoco.MjvOption()

@@ -80,7 +80,7 @@ def answers(self:Supervisor,
     until:float=math.inf, # time of the clock at which to come back
     wake:int=None         # number of an open file that ends the wait when it can be read
 ):
-    "Yield the answers that have come; lost processes are replaced. ValueError when nobody owes one and there is no `wake`."
+    "Yield the answers that have come; lost processes are replaced. ValueError when nobody owes one, without `wake`."
     busy = [m for m in self.members if m.owed]
     if not busy and wake is None: raise ValueError(self.idle)
     first = min([until, *map(self.hung_at, busy)])
@@ -161,7 +161,7 @@ class Workers(Supervisor):
         slots:list,     # of `Slot`, each in one of the workers
         settings:dict,  # image_size and seed, for `make_env`
         render_gpus=(), # as MuJoCo counts them: the workers draw on them in turn; (): as the environment says
-        **faults        # start_timeout, timeout, max_restarts: as `Supervisor` takes them; an episode counts as a piece of work
+        **faults        # start_timeout, timeout, max_restarts: as `Supervisor` takes them; an episode is a job
     ):
         self.slots,self.settings,self.render_gpus = slots,settings,tuple(render_gpus)
         super().__init__(workers, memory="clvla-envs", **faults)

@@ -71,7 +71,8 @@ def act(memory, env, slot, command, out)->tuple:
 
 def write_expert(memory, slot, actions, plan):
     "What was carried out, by whom, and what the expert would have done."
-    memory["by_expert"][slot],memory["n_plan"][slot] = isinstance(actions, Acting),0 if plan is None else len(plan)
+    memory["by_expert"][slot] = isinstance(actions, Acting)
+    memory["n_plan"][slot] = 0 if plan is None else len(plan)
     if isinstance(actions, Acting):
         done = np.stack(actions.done)
         memory["action"][slot] = 0

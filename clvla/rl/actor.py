@@ -71,7 +71,8 @@ class Actor(nn.Module):
         check_chunks(self, x, ref)
         return self.mean(x, self.drop(ref, generator) if self.training and self.ref_dropout else ref)
 
-    def answers(self, x:Tensor, ref:Tensor)->Tensor: return self.mean(x, ref).flatten(1)[:,None]   # (B,1,n), to be compared with older ones
+    def answers(self, x:Tensor, ref:Tensor)->Tensor:   # (B,1,n), to be compared with older ones
+        return self.mean(x, ref).flatten(1)[:,None]
 
     def sample(self, x:Tensor, ref:Tensor, noise:Tensor, generator=None)->Tensor:
         "Chunks (B,C,A) for standard normal `noise` of the same shape."

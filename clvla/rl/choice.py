@@ -30,7 +30,8 @@ class ChoiceActor(DrawScore):
         "Log-probabilities (B,N) of draws (B,N,C,A)."
         return self(x, draws).log_softmax(1)
 
-    def answers(self, x:Tensor, draws:Tensor)->Tensor: return self.log_probs(x, draws)[:,None]   # (B,1,N), to be compared with older ones
+    def answers(self, x:Tensor, draws:Tensor)->Tensor:   # (B,1,N), to be compared with older ones
+        return self.log_probs(x, draws)[:,None]
 
     def log_prob(self, x:Tensor, draws:Tensor, chosen:Tensor)->Tensor:
         "Log-probability (B,) of the chosen draws, numbers (B,)."
@@ -157,6 +158,7 @@ def fit_encoder(self:ChoicePPO):
     self.policy.mean.copy_(x.mean(0))
     self.policy.scale.copy_(torch.where(std > 1e-6, 1/std, 0))
 
+# %% ../../nbs/rl/29_choice.ipynb #40c1302e
 @patch
 def states(self:ChoicePPO, e)->dict:
     "States x (n+1,X) and draws (n+1,N,H,A) where a chunk was planned, and at the end; numbers of those played (n,)."

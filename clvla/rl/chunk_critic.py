@@ -131,7 +131,14 @@ class CriticLearner:
 
     def begin_anew(self): self.targ = slow_copy(self.critic)   # after `standardise`
 
-    def state_dict(self)->dict: return dict(targ=self.targ.state_dict(), opt=self.opt.state_dict())
-    def load_state_dict(self, state):
-        self.targ.load_state_dict(state["targ"])
-        self.opt.load_state_dict(state["opt"])
+# %% ../../nbs/rl/16_chunk_critic.ipynb #4e752ecf
+@patch
+def state_dict(self:CriticLearner)->dict:
+    "The slow copy and the optimizer."
+    return dict(targ=self.targ.state_dict(), opt=self.opt.state_dict())
+
+@patch
+def load_state_dict(self:CriticLearner, state):
+    "Continue where `state_dict` was taken."
+    self.targ.load_state_dict(state["targ"])
+    self.opt.load_state_dict(state["opt"])

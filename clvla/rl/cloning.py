@@ -239,15 +239,20 @@ def enter(self:Cloning, stage):
     self.opt = self.ema = None   # until the first round of the stage was played
 
 @patch
-def start(self:Cloning): call_hook(self.ctx.cl, "on_task_start", self.stage)
+def start(self:Cloning):
+    "Call the hook of a stage's beginning."
+    call_hook(self.ctx.cl, "on_task_start", self.stage)
 
 @patch
 def finish(self:Cloning):
+    "Call the hook of a stage's end, and let go of the stage."
     call_hook(self.ctx.cl, "on_task_end", self.stage)
     self.loader = self.stage = None
 
+# %% ../../nbs/rl/11_cloning.ipynb #4447e253
 @patch
 def add(self:Cloning, episodes):
+    "Keep a round's successes, if batches have any."
     if self.demo_share < 1: self.data.own.add(episodes)
 
 @patch
@@ -266,6 +271,7 @@ def make_loop(self:Cloning):
 
 @patch
 def end(self:Cloning):
+    "Give the policy the averaged weights."
     if self.ema: self.ema.copy_to(self.policy)
 
 # %% ../../nbs/rl/11_cloning.ipynb #c110000d

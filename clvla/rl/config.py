@@ -115,7 +115,9 @@ def eval_algo(self:PracticeConfig):
     return CLAlgorithm()
 
 @patch(as_prop=True)
-def n_rounds(self:PracticeConfig)->int: return -(-self.episodes//self.round_episodes)   # of each stage
+def n_rounds(self:PracticeConfig)->int:
+    "Rounds of a stage; the last one may be shorter."
+    return -(-self.episodes//self.round_episodes)
 
 # %% ../../nbs/rl/20_config.ipynb #c200000a
 SMOKE = dict(n_demos=2, steps_per_task=4, episodes=6, round_episodes=3, rows_per_task=3)
@@ -158,7 +160,8 @@ def small_practice(cfg:PracticeConfig)->PracticeConfig:
     if not cfg.smoke: return cfg
     small = {k: min(v, getattr(cfg, k)) for k,v in SMOKE.items()} | dict(suite=smoke_suite(cfg))
     given = {k: cfg.algo_kw.get(k, v) for k,v in SMOKE_ALGO.items() if k in settings_of(methods[cfg.algo])}
-    few = {k: min(v, SMOKE_ALGO[k]) if type(v) is int else v for k,v in given.items()}   # the method refuses other values
+    # the method refuses other values
+    few = {k: min(v, SMOKE_ALGO[k]) if type(v) is int else v for k,v in given.items()}
     return replace(cfg, **small | whole_groups(cfg, small, few), algo_kw=cfg.algo_kw | few)
 
 def written_down(cfg:PracticeConfig)->PracticeConfig:

@@ -82,7 +82,8 @@ class _Open:
 
     def add(self, result, action, H):
         "Append a chunk, up to a success: (n,A) executed actions, and what was seen."
-        start,n = len(self.action),result.success_at or result.n_steps
+        start = len(self.action)
+        n = result.success_at or result.n_steps
         seen = {step: obs for step,obs in result.watched.items() if step < n}
         seen[n] = result.watched.get(n, result.obs)
         for step,obs in sorted(seen.items()):

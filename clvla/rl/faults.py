@@ -81,6 +81,7 @@ def frozen_hash(
         digest.update(weights[name].detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
     return digest.hexdigest()
 
+# %% ../../nbs/rl/24_faults.ipynb #de319d74
 def frozen_sums(
     policy # `frozen`: names of its weights that must not change
 )->tuple:  # one whole number for each of them, in the order of their names
@@ -99,7 +100,8 @@ def check_unchanged(
     now = of(policy)
     if now == known: return
     said = f"their SHA-256 was {known[:12]} and is {now[:12]}" if of is frozen_hash else \
-           f"the bits of {', '.join([n for n,a,b in zip(sorted(policy.frozen), known, now) if a != b][:3])} have another sum"
+           f"the bits of {', '.join([n for n,a,b in zip(sorted(policy.frozen), known, now) if a != b][:3])} have " \
+           "another sum"
     raise RuntimeError(
         f"the frozen weights of the policy changed while it practised: {said}. Something trains them; nothing of "
         "this round was kept")

@@ -159,7 +159,7 @@ class TrunkGRPOLoss(WithTrunk, FlowGRPOLoss):
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #d34e2206
 class FlowPPO(TrunkLearns, TokenPPO):
-    "Proximal policy optimisation through the flow head, of this head or of the whole policy, with a value that reads what the base's head reads."
+    "PPO through the flow head, of the head or of the whole policy, with a value that reads what the base's head reads."
     model = "rl-flow"
     needs_noise = True
     @settled
@@ -198,15 +198,18 @@ class FlowPPO(TrunkLearns, TokenPPO):
 # %% ../../nbs/rl/33_flow_gradient.ipynb #073fe264
 @patch
 def check(self:FlowPPO, cfg):
+    "ValueError for a base with adapters under a trunk that learns."
     if self.deep and cfg.lora_rank:
         raise ValueError(
-            f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' for new ones")
+            f"the base would have adapters by lora_rank {cfg.lora_rank}; set it to 0, and trains to 'lora' "
+            "for new ones")
     TokenMethod.check(self, cfg)
 
 @patch
 def make_value(self:FlowPPO, **kw):
     "A new value network."
-    kind,D = SecondHalf if self.deep else Value,self.base.head.ctx.in_features
+    kind = SecondHalf if self.deep else Value
+    D = self.base.head.ctx.in_features
     with first_weights(self.seed, "practice", "value"): return kind(D, self.hidden, **kw).to(self.ctx.device)
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #cd1bd875
@@ -229,8 +232,10 @@ def actor(self:FlowPPO)->FlowActor:
     "What the loss asks for probabilities."
     return TrunkActor(self.policy.head, self.std).to(self.ctx.device) if self.deep else self.policy.actor
 
+# %% ../../nbs/rl/33_flow_gradient.ipynb #558de6de
 @patch
 def make_learner(self:FlowPPO):
+    "PPO's losses of the head, or of the trunk with it."
     kind = TrunkPPOLoss if self.deep else FlowPPOLoss
     return kind(self.actor, self.make_value(layer_norm=True), seed=self.seed, **self.value_kw, **self.kw)
 
@@ -248,7 +253,7 @@ def prepare(self:FlowPPO, ctx):
 @patch
 @torch.no_grad()
 def states(self:FlowPPO, e)->dict:
-    "What the head (h) and the base's head (base) read (n+1,D) where a chunk was planned, and at the end; chains (n,K+1,H,A) as they were played."
+    "What head (h) and base's head (base) read (n+1,D) where a chunk was planned, and at the end; chains (n,K+1,H,A)."
     obs,rows = self.planned_at(e)
     policy = self.explorer.eval()
     h = policy.actor.head.read(policy.seen(obs))
@@ -257,6 +262,7 @@ def states(self:FlowPPO, e)->dict:
     for u,a in zip(as_played, action): planned(u[None], a, AGREE[policy.vla.precision])   # ValueError when they differ
     return dict(h=h, base=features(self.base.eval(), obs) if self.deep else h, chain=chain)
 
+# %% ../../nbs/rl/33_flow_gradient.ipynb #0faa6500
 @patch
 @torch.no_grad()
 def base_means(self:FlowPPO, h, chain)->Tensor:
@@ -269,14 +275,15 @@ def played(self:FlowPPO,
 )->dict:         # x, ref, action, logp_old, reward, mask, next_x, done: (n,...)
     "The chains of an attempt in the order of playing."
     e,h,base,chain = (attempt[k] for k in ("episode", "h", "base", "chain"))
-    n,x = len(chain),torch.cat([h, base], 1) if self.deep else h
+    n = len(chain)
+    x = torch.cat([h, base], 1) if self.deep else h
     ref = self.base_means(base[:n], chain)
     with torch.no_grad(): logp = self.explorer.actor.log_prob(h[:n], ref, chain)
     return dict(x=x[:n], ref=ref, action=chain, logp_old=logp, **whole_chunks(e, x, self.policy.H, self.gamma))
 
 # %% ../../nbs/rl/33_flow_gradient.ipynb #b6766708
 class FlowGRPO(InGroups, FlowPPO):
-    "Group-relative policy optimisation through the flow head, of this head or of the whole policy: attempts from one start are compared with one another."
+    "GRPO through the flow head, of the head or of the whole policy: attempts from one start are compared."
     @settled
     def __init__(self,
         seed:int=0,

@@ -25,6 +25,7 @@ def before_and_after(
     if not all(both): raise ValueError(f"{task_id} was not evaluated both before and after practice; is the run done?")
     return both
 
+# %% ../../nbs/rl/22_gains.ipynb #3cd70ce8
 def gains(
     run_dir # folder of a run of practice
 )->Table:   # one row for each task
@@ -86,7 +87,7 @@ def gained_more(
     key:str,    # entry that says to which group a line belongs
     a,b         # two of its values
 )->list:        # shares, in the order of the seeds
-    "Of each seed: what practice gained in group a less what it gained in group b; ValueError for a seed that lacks one."
+    "Of each seed: what practice gained in group a less its gain in group b; ValueError for a seed that lacks one."
     found = {}
     for line in lines:
         found.setdefault(line["config"]["seed"],

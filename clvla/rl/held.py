@@ -36,7 +36,7 @@ class NetLoss(Model):
     "A network, and its loss on rows."
     def __init__(self,
         net,      # learns
-        loss,     # (rows, noise, time) -> (terms, name -> numbers); "pred" among them: what the network puts out, (B,1,n)
+        loss,     # (rows, noise, time) -> (terms, name -> numbers); among them "pred", the network's answers, (B,1,n)
         draw=None # (n, generator) -> noise and time of n rows; None: it draws nothing
     ):
         super().__init__()
@@ -65,6 +65,7 @@ class NetEngine(Engine):
 
     def clip(self, params): return super().clip(params) if self.max_norm else None
 
+# %% ../../nbs/rl/30_held.ipynb #dc1d6aae
 class Presented:
     "Rows that are learnt from now, as `ctx.loader`."
     rows = source = None
@@ -76,6 +77,7 @@ class Presented:
     def sample_batches(self, n_batches:int, B:int, purpose:str):
         return self.source.sample_batches(n_batches, B, purpose)
 
+# %% ../../nbs/rl/30_held.ipynb #05469872
 class HeldNet:
     "A network with its loss and optimizer, and the algorithm that holds it."
     def __init__(self,
@@ -98,7 +100,8 @@ def hold(self:HeldNet,
     ctx:CLContext # of the stage; its `data` is a `TransitionSource`
 ):
     "Call the hooks of `algo` in every step from now on."
-    self.algo,self.ctx,self.now.source = algo or CLAlgorithm(),ctx,ctx.data
+    self.algo = algo or CLAlgorithm()
+    self.ctx,self.now.source = ctx,ctx.data
     ctx.policy,ctx.loader = self.model,self.now
     guard = self.guard and (lambda loss: self.guard(loss, self.loop.grad_norm))
     self.loop = Loop(ctx, NetEngine(self.model, self.opt, None, self.max_norm), self.generator, guard)
@@ -150,8 +153,10 @@ class TransitionSource:
         return other
 
     def draw(self, B:int)->dict: return self.replay().sample(B, stratified=True, tasks=self.now)
-    def n_frames(self, task_id:str)->int: return max(1, self.replay().arrived(self.ids.index(task_id)))   # 1: a blank one
-    def fetch(self, task_id:str, idx)->dict:   # before the first attempt at a task: the blank one, which a memory in bytes measures
+    def n_frames(self, task_id:str)->int:   # 1: a blank one
+        return max(1, self.replay().arrived(self.ids.index(task_id)))
+    # before the first attempt at a task: the blank one, which a memory in bytes measures
+    def fetch(self, task_id:str, idx)->dict:
         begun = self.replay().arrived(self.ids.index(task_id))
         return self.rows([self.at(task_id, i) for i in idx]) if begun else self.seen(self.replay().blank())
     def fetch_refs(self, refs:list)->dict: return self.rows([self.at(task_id, i) for task_id,i in refs])

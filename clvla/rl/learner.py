@@ -50,6 +50,7 @@ def practise(
     "Practise; continues a run that was stopped or killed. `Stopped` when a signal ends it."
     return run_learner(resolve_practice(cfg), say)
 
+# %% ../../nbs/rl/21_learner.ipynb #f4f193e8
 def check_practice(
     cfg:PracticeConfig # resolved
 ):                     # the `Stream`
@@ -238,6 +239,7 @@ def play_round(self:Practice, stage:Stage):
     if cfg.videos and shell.rank == 0: self.film(stage, r, episodes)
     if cfg.overlap and r+1 < cfg.n_rounds: self.play_ahead(stage, r+1)
 
+# %% ../../nbs/rl/21_learner.ipynb #2e732daf
 @patch
 def attempts(self:Practice, stage:Stage, r:int)->list:
     "This process's attempts of round `r`: those that were played ahead, else played now. `Stopped` in all processes together."
@@ -271,6 +273,7 @@ def play(self:Practice,
                             recorder=recorder, on_round=check)
     return recorder.take()
 
+# %% ../../nbs/rl/21_learner.ipynb #a4f0f014
 @patch
 def play_ahead(self:Practice, stage:Stage, r:int, weights:dict=None):
     "Begin a round by a copy of what plays now, or of what `weights` made of it (page [rollout](25_rollout.ipynb))."
@@ -339,6 +342,7 @@ def state_dict(self:Practice)->dict:
                 state=dict(t=self.t, step=self.step, rounds=list(self.rounds), method=self.method.state_dict(),
                            **ahead))
 
+# %% ../../nbs/rl/21_learner.ipynb #616a3137
 @patch
 def load_state_dict(self:Practice, states:dict):
     "Go on from `states`; the policy has its weights already."

@@ -50,6 +50,7 @@ class NoiseActor(nn.Module):
         mean,std = self(x)
         return mean+std*eps
 
+# %% ../../nbs/rl/19_noise_actor.ipynb #bd1d317f
 def kl_to_prior(
     mean:Tensor, # (B,C,A)
     std:Tensor   # (B,C,A)
@@ -171,7 +172,7 @@ def load_state_dict(self:NoiseLearner, state:dict):
 
 # %% ../../nbs/rl/19_noise_actor.ipynb #c1900018
 class OneDraw(FrozenPolicy):
-    "A frozen policy, an `actor` of its head's noise and a `critic` of chunks, which read the same `reads` of an observation."
+    "A frozen policy, an `actor` of its head's noise and a `critic` of chunks, which read the same of an observation."
     def chunk_noise(self, generator=None)->Tensor: return self.vla.chunk_noise(generator)   # (H,A)
     def standard(self, x:Tensor)->Tensor: return (x-self.critic.mean)*self.critic.scale   # (B,X), standardised
 

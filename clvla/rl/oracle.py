@@ -55,6 +55,7 @@ def draw_chunks(
     with torch.inference_mode(): chunks = chunk_of(policy, seen, [row], K, generator=generator)[0].float().cpu()
     return chunks.clone(),processor.unnormalise(chunks).numpy()
 
+# %% ../../nbs/rl/18_oracle.ipynb #14b291b6
 class _Branch:
     "One draw that is played on."
     def __init__(self, task, trial, snapshot, chunk, rng):

@@ -19,6 +19,7 @@ class Placement:
     rollout:str      # device of the policy that plays
     render:tuple=()  # GPUs as MuJoCo counts them, of the workers in turn; (): as the environment says
 
+# %% ../../nbs/rl/27_placement.ipynb #d04cd3d8
 def resolve_placement(
     train_gpu:int|None, # of the settings
     rollout_gpus:str,   # as in "1,2"; "": none

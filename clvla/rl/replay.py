@@ -289,6 +289,7 @@ def state_dict(self:Replay)->dict:
         episode=self.episode[:n], n_episodes=self.n_episodes, left=sorted(self.left.items()),
         states={name: x[:n] for name,x in self.states.items()}, fields={name: x[:n] for name,x in self.fields.items()})
 
+# %% ../../nbs/rl/02_replay.ipynb #2217dff7
 @patch
 def load_state_dict(self:Replay, state:dict):
     "Continue where `state_dict` was taken; ValueError for a replay of other capacity or fields."

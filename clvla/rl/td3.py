@@ -176,6 +176,7 @@ def critic_terms(self:TD3, rows:dict, noise, time)->tuple:
     errors,(q1,q2) = critic_errors(self.critic, rows["x"], rows["action"], target)
     return errors,dict(q=q1.detach(), target=target, pred=torch.stack([q1, q2], 1)[:,None])
 
+# %% ../../nbs/rl/06_td3.ipynb #48b80e71
 @patch
 def actor_draws(self:TD3, n:int, generator)->tuple:
     "Noise (n,C,A) of the chunk that the critic is asked about, and which references the actor sees."

@@ -117,18 +117,23 @@ def docs(self:TokenMethod)->dict:
 
 @patch
 def acting_state(self:TokenMethod)->dict:
+    "What a process needs to play as this one, with whether the encoder has been fitted."
     return Method.acting_state(self)|dict(fitted=torch.tensor([self.fitted], device=self.ctx.device))
 
 @patch
 def load_acting(self:TokenMethod, state):
+    "Play as the process whose `acting_state` this is."
     self.fitted = bool(state["fitted"])
     Method.load_acting(self, {k: v for k,v in state.items() if k != "fitted"})
 
 @patch
-def state_dict(self:TokenMethod)->dict: return dict(fitted=self.fitted, noted=self.noted)
+def state_dict(self:TokenMethod)->dict:
+    "What a checkpoint stores beside the networks."
+    return dict(fitted=self.fitted, noted=self.noted)
 
 @patch
 def load_state_dict(self:TokenMethod, state):
+    "Continue where `state_dict` was taken."
     self.fitted,self.noted,self.waiting = state["fitted"],state.get("noted", {}),[]
 
 # %% ../../nbs/rl/13_token_method.ipynb #6758ba03
@@ -158,11 +163,13 @@ def make_algos(self:TokenMethod):
 # %% ../../nbs/rl/13_token_method.ipynb #f9f3d90e
 @patch
 def start(self:TokenMethod):
+    "Call the hook of a stage's beginning for each network that is held."
     if not self.is_held: return
     for name,net in self.nets().items(): call_hook(self.algos[name], "on_task_start", net.ctx)
 
 @patch
 def finish(self:TokenMethod):
+    "Call the hook of a stage's end for each network that is held."
     if not self.is_held: return
     for name,net in self.nets().items():
         try: call_hook(self.algos[name], "on_task_end", net.ctx)
@@ -273,6 +280,7 @@ def stack_tokens(
     pad = lambda x: torch.cat([x, x.new_zeros(len(x), longest-x.shape[1], *x.shape[2:])], 1)
     return torch.cat([pad(tokens) for tokens,_ in parts]),torch.cat([pad(mask) for _,mask in parts])
 
+# %% ../../nbs/rl/13_token_method.ipynb #ade283aa
 @patch
 def tokens_to_learn(self:TokenMethod,
     demos:list,   # batches of the demonstrations

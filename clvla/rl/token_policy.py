@@ -44,7 +44,7 @@ def sizes_of(base:Policy)->dict:
 class FrozenPolicy(Policy):
     "A policy around a frozen one, `vla`, which reads the observations."
     def __init__(self,
-        config:dict # of the whole; `base` and `base_config` are the frozen policy's name in the menu of policies and its arguments;
+        config:dict # of the whole; `base` and `base_config` are the frozen policy's name in the menu and its arguments;
                     # with `tuned` True it learnt in practice, and its weights lie in the checkpoint
     ):
         check_base(config["base"])

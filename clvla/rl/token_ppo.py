@@ -95,20 +95,26 @@ class TokenRounds(TokenMethod):
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #ce11007c
 @patch
-def played(self:TokenRounds, attempt)->dict: return played_chunks(attempt, self.policy.actor, self.gamma)
+def played(self:TokenRounds, attempt)->dict:
+    "The chunks of an attempt as rows."
+    return played_chunks(attempt, self.policy.actor, self.gamma)
 
 @patch
-def more(self:TokenRounds, attempts, parts)->dict: return {}   # further entries of the rollout
+def more(self:TokenRounds, attempts, parts)->dict:
+    "Entries of a rollout that compare its attempts; none here."
+    return {}   # further entries of the rollout
 
 # %% ../../nbs/rl/15_token_ppo.ipynb #caec4408
 @patch
 def take(self:TokenRounds, attempts):
+    "Make the rollout of a round from its attempts."
     parts = [self.played(a) for a in attempts]
     rollout = {k: torch.cat([p[k] for p in parts]) for k in parts[0]} | self.more(attempts, parts)
     self.rollout = to_device(rollout, self.ctx.device)
 
 @patch
 def update(self:TokenRounds)->dict:
+    "Learn from the round's rollout."
     if self.rollout is None: return self.note()
     return self.note()|{f"rl/{k}": float(v) for k,v in self.learner.update(self.rollout).items()}
 
@@ -119,6 +125,7 @@ def state_dict(self:TokenRounds)->dict:
 
 @patch
 def load_state_dict(self:TokenRounds, state):
+    "Continue where `state_dict` was taken."
     TokenMethod.load_state_dict(self, state)
     self.rollout = state["rollout"] and to_device(state["rollout"], self.ctx.device)
     self.learner.load_state_dict(state["learner"])
@@ -155,6 +162,7 @@ class WithEncoder:
         finally:
             self.codec.requires_grad_(False)   # torch's attention rounds otherwise where a gradient might be wanted
 
+# %% ../../nbs/rl/15_token_ppo.ipynb #abc6d45a
 class PPOWithEncoder(WithEncoder, PPO):
     "PPO whose encoder learns too."
 
@@ -264,6 +272,7 @@ class InGroups:
 
     def more(self, attempts, parts): return groups_of(attempts, parts)
 
+# %% ../../nbs/rl/15_token_ppo.ipynb #6e9b961c
 def no_value(
     name:str,  # of the method
     given:dict # further settings

@@ -58,6 +58,7 @@ class TokenTD3(TokenMethod):
 # %% ../../nbs/rl/14_token_td3.ipynb #a471bb03
 @patch
 def prepare(self:TokenTD3, ctx):
+    "Make actor, critics, replay and, where the encoder or the policy learns, its tuner."
     TokenMethod.prepare(self, ctx)
     actor = self.policy.actor
     with first_weights(self.seed, "practice", "critic"):
@@ -74,6 +75,7 @@ def prepare(self:TokenTD3, ctx):
 
 @patch
 def make_replay(self:TokenTD3)->Replay:
+    "An empty replay of states, reference chunks and executed chunks."
     actor,number = self.policy.actor,((), torch.float32)
     chunk = (actor.C, actor.A),torch.float32
     return Replay(self.capacity, states=dict(x=((actor.X,), torch.float32), ref=chunk), device=self.ctx.device,
@@ -89,6 +91,7 @@ def found(self:TokenTD3, a:dict)->dict:
 
 @patch
 def take(self:TokenTD3, attempts):
+    "Put the transitions of attempts into the replay."
     tasks = [task.id for task in self.ctx.tasks]
     for a in map(self.found, attempts):
         self.replay.push(dict(x=a["x"], ref=a["ref"]), a["found"], tasks.index(a["episode"].task_id))
@@ -96,6 +99,7 @@ def take(self:TokenTD3, attempts):
 
 @patch
 def update(self:TokenTD3)->dict:
+    "Sample the replay, and learn from it."
     numbers = self.td3.update(self.source.draw(self.sample))
     return self.note()|{f"rl/{k}": float(v) for k,v in numbers.items()}
 
@@ -120,6 +124,7 @@ def load_state_dict(self:TokenTD3, state):
 # %% ../../nbs/rl/14_token_td3.ipynb #c1400031
 @patch
 def begin(self:TokenTD3):
+    "Begin the updates of a round; behind the first round the tuner learns, too."
     tunes = self.fitted and self.tuner is not None   # behind the first round, when the critics have learnt
     TokenMethod.begin(self)
     if tunes: self.tune()

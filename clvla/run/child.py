@@ -13,7 +13,7 @@ from .stop import EXIT_LOST, EXIT_STOPPED, Stopped
 def as_child(
     work # called without arguments
 ):
-    "Do `work` as a process that a page or a launcher follows; ends it with 75 (stopped), 74 (lost another) or 1 (failed)."
+    "Do `work` as a process that a page or a launcher follows; it ends with 75 (stopped), 74 (lost another) or 1."
     rank,world = int(os.environ.get("RANK", 0)),int(os.environ.get("WORLD_SIZE", 1))
     sys.stdout = Unbroken(open(os.devnull, "w") if rank else sys.stdout)
     sys.stderr = Unbroken(sys.stderr)

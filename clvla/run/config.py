@@ -20,14 +20,11 @@ from ..eval.plan import brief
 from .all import checks, configs
 # other pages take the names of these three pages from here
 from .machine import (CHOSEN, VISIBLE, check_gpus, check_machine, check_workers, chosen_gpus, count_gpus,
-                               device_of, gpu_numbers,
-                               gpus_said, resident_gb, use_gpus)
-from .page_settings import (NOT_PARAMETERS, PAGES, files_of, fitted, from_page, further_settings, given_twice, page_begins,
-                                     papermill_command,
-                                     refuse_twice, work_in_project)
+                               device_of, gpu_numbers, gpus_said, resident_gb, use_gpus)
+from .page_settings import (NOT_PARAMETERS, PAGES, files_of, fitted, from_page, further_settings, given_twice,
+                                     page_begins, papermill_command, refuse_twice, work_in_project)
 from .parameters import (SIMPLE, a_dict, literal, make_config, owner_of, put_setting, setting_value,
-                                  settings_at, settings_of,
-                                  typed, value_of, way_to)
+                                  settings_at, settings_of, typed, value_of, way_to)
 
 # %% ../../nbs/run/07_config.ipynb #b0700007
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +96,8 @@ class RunConfig(SavingSettings, ProcessSettings, RunSettings):   # the fields of
         own = settings_of(menu[algo], ("seed",)) if menu else {}
         return dict(algo_kw=(f"algo {algo!r}", own)) | cl_settings(given.get("cl", cls.cl))
     @classmethod
-    def named(cls, given:dict)->dict: return given   # flat names as they are given: the field's own in the place of others
+    def named(cls, given:dict)->dict:   # flat names as they are given: the field's own in the place of others
+        return given
     @classmethod
     def steps(cls)->tuple: return ()   # of `resolve`
     @classmethod
@@ -265,8 +263,8 @@ def numbers_of(
 def resolve_here(
     cfg:RunConfig, # as a page gave it
     say=print      # told why a GPU is left out
-)->tuple:          # the resolved config, and what the run is about: a `Stream`, or of an agent its `Experiment` and `Spaces`
-    "Resolve and check a config, with a process for each GPU where `num_processes` is left open; ValueError for what cannot work."
+)->tuple:          # the resolved config, and what the run is about: `Stream`, or an agent's `Experiment` and `Spaces`
+    "Resolve and check a config, with a process for each GPU where `num_processes` is open; ValueError for a wrong one."
     first,why = resolve(cfg),{}
     for n in [cfg.num_processes] if cfg.num_processes else (numbers := numbers_of(first)):
         try:
@@ -329,7 +327,7 @@ def page_config(
     cls,        # the config's class
     names:dict, # `globals()` of the page
     seen:set    # names that were there before the parameters cell
-)->tuple:       # the resolved config, and what the run is about: a `Stream`, or of an agent its `Experiment` and `Spaces`
+)->tuple:       # the resolved config, and what the run is about: `Stream`, or an agent's `Experiment` and `Spaces`
     "What a page asks for; ValueError for what nobody knows, before anything is made."
     refuse_twice()
     try: file,beside = files_of(papermill_command(), f"/proc/{os.getppid()}/cwd")

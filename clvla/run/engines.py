@@ -47,12 +47,13 @@ def shares(
     L = len(things)
     return [things[k*L//n:(k+1)*L//n] or [things[k%L]] for k in range(n)] if L else [[]]*n
 
+# %% ../../nbs/run/22_engines.ipynb #7528007b
 def gpus_of(
     plan:Plan,
     here:int=-1,   # GPUs that torch finds; it is asked if -1
     env=os.environ # of this process
 )->tuple:
-    "GPUs that are shared out: those that the engine was told, or else those of the plan; ValueError for some that are not here."
+    "GPUs that are shared out: those that the engine was given, or else the plan's; ValueError for some not here."
     if "gpus" not in plan.settings: return plan.gpus
     numbers,seen = gpu_numbers(str(plan.settings["gpus"])),env.get(VISIBLE)
     if seen: raise ValueError(f"gpus is {plan.settings['gpus']!r}, and {VISIBLE} is {seen!r}; set one of them")
@@ -92,6 +93,7 @@ def local(
         time.sleep(.3)
     if errors: raise errors[0]
 
+# %% ../../nbs/run/22_engines.ipynb #894f8958
 def _slot(queue, begin, plan, stop, cores, gpus, errors):
     "One worker; what its thread may use, the processes that it starts may use too."
     try:

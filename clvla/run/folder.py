@@ -44,25 +44,27 @@ class RunFolder:
         write_json(self.path/"config.json", config_json(cfg))  # settings that are free may be new
         return "continued"
 
-    def check(self,
-        cfg:RunConfig # resolved settings
-    )->list:          # settings that differ from those of the folder, which has no results then
-        "ValueError when the folder is another run's, or another process writes to it; writes nothing."
-        check_folder(self.path, write=True)
-        if not (self.path/"config.json").exists():
-            self.check_empty()
-            return []
-        changes = differences(stored_settings(self.path), cfg)
-        if changes and self.has_results:
-            raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(changes)}. "
-                             "Choose another run_dir, or the same settings to continue that run")
-        if not self.done: self.check_free()
-        return changes
-
     @property
     def done(self)->bool: return (self.path/"done.json").exists()
     @property
     def cfg(self)->RunConfig: return read_config(self.path)
+
+# %% ../../nbs/run/00_folder.ipynb #a51abb2e
+@patch
+def check(self:RunFolder,
+    cfg:RunConfig # resolved settings
+)->list:          # settings that differ from those of the folder, which has no results then
+    "ValueError when the folder is another run's, or another process writes to it; writes nothing."
+    check_folder(self.path, write=True)
+    if not (self.path/"config.json").exists():
+        self.check_empty()
+        return []
+    changes = differences(stored_settings(self.path), cfg)
+    if changes and self.has_results:
+        raise ValueError(f"{self.path} belongs to another run. It differs in {'; '.join(changes)}. "
+                         "Choose another run_dir, or the same settings to continue that run")
+    if not self.done: self.check_free()
+    return changes
 
 # %% ../../nbs/run/00_folder.ipynb #235dc637
 @patch
@@ -194,7 +196,8 @@ def interruption(self:RunFolder)->str:
     try: last = read_json(self.path/"run.lock")
     except (OSError, ValueError): return "no process has written to it yet; start it again"
     if not isinstance(last, dict) or not {"host", "pid", "since"} <= last.keys():
-        return f"{self.path/'run.lock'} is damaged, so which process wrote here last is not known; the same command goes on from the last checkpoint"
+        return (f"{self.path/'run.lock'} is damaged, so which process wrote here last is not known; "
+                "the same command goes on from the last checkpoint")
     kills = last.get("oom_kills") if type(last.get("oom_kills")) is int else None
     cause = (kill_cause(kills) if last["host"] == platform.node() else
              "the system log of that machine says whether its memory was full")
@@ -259,6 +262,7 @@ def logs(self:RunFolder, say=print)->list:
     "The records of log.jsonl; `say` is called about a torn last line."
     return read_jsonl(self.path/"log.jsonl", say)
 
+# %% ../../nbs/run/00_folder.ipynb #9f2a1574
 @patch
 def episode(self:RunFolder, record:dict):
     "Append an episode's record to this process' own file."

@@ -21,12 +21,13 @@ class RunStopped(RuntimeError):
     exit_status = EXIT_STOPPED   # of a command that it ends
 
 class RunFailed(RuntimeError):
-    "A child failed. A page keeps its last lines; a terminal has them already, and shows `brief`, which begins at the error."
+    "A child failed. A page keeps its last lines; a terminal has them already, and shows `brief`, from the error on."
     def __init__(self, end, lines):
         super().__init__(f"{end}; its last lines:\n"+"\n".join(lines))
         errors = [i for i,line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
         self.brief = "\n".join([f"{end}: {lines[errors[-1]]}", *lines[errors[-1]+1:]]) if errors else end
 
+# %% ../../nbs/run/03_launch.ipynb #ab6c89cc
 def launch(
     module:str,   # as in `clvla.run`
     *args,        # its arguments

@@ -67,7 +67,8 @@ def make_config(
     given:dict # name -> value; fields, and settings of the chosen algorithm and policy
 ):             # an instance of `cls`
     "Build a config from flat names; ValueError for a name that nobody knows or that two know."
-    types,given = {f.name: f.type for f in fields(cls)},cls.named(given) if hasattr(cls, "named") else given
+    types = {f.name: f.type for f in fields(cls)}
+    if hasattr(cls, "named"): given = cls.named(given)
     values = {k: value_of(k, v, types[k]) for k,v in given.items() if k in types}
     load_plugins(values.get("plugins", ()))
     settings = cls.settings(values) if len(values) < len(given) and hasattr(cls, "settings") else {}
@@ -103,7 +104,8 @@ SAID = {"suite": "dataset env benchmark env.type env.task dataset.repo_id", "mod
         "buffer_size": "mem_size memory_size buffer_size_per_task", "cl": "method strategy_name cl_method",
         "batch_size": "batch train_mb_size", "steps_per_task": "steps max_steps train_steps",
         "init_from": "checkpoint policy.path", "lr": "learning_rate", "n_envs": "num_envs", "run_dir": "output_dir"}
-OURS = {theirs: ours for ours,names in SAID.items() for theirs in names.split()}   # another program's name -> this one's
+# another program's name -> this one's
+OURS = {theirs: ours for ours,names in SAID.items() for theirs in names.split()}
 
 def here(
     name:str, # a parameter that there is not

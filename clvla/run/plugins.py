@@ -47,7 +47,7 @@ def plugins_of(
     cfg,         # config of a run: run_dir, plugins, trust
     copies=False # import the copies in any case; else only if the run has results
 )->list:         # names that were imported
-    "Import a run's plugins: what the config names, or the copies that the folder has; ValueError as `check_code` raises it."
+    "Import a run's plugins: what the config names, or the copies in the folder; ValueError as `check_code` raises it."
     stored = copies or RunFolder(cfg.run_dir).has_results
     names = _imported(stored_plugins(cfg.run_dir)) if stored else list(cfg.plugins)
     check_code(cfg.run_dir, cfg.trust, named=() if stored else names)

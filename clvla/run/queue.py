@@ -55,7 +55,8 @@ class Queue:
         about=None            # what else sweep.json shall hold
     ):
         self.folder,self.entries,self.watcher = Path(folder).resolve(),list(entries),Watcher(patience)
-        self.about,self.every = about or {},min(5., patience/6)   # seconds between two heartbeats of this process
+        self.about = about or {}
+        self.every = min(5., patience/6)   # seconds between two heartbeats of this process
         self.passed = set()   # stopped or failed claims that were there before
         self._lock,self.beginning = threading.Lock(),threading.Lock()   # one worker looks, one begins at a time
 
@@ -141,6 +142,7 @@ def remember(queue:Queue):
     "Note which entries have ended before this command: those alone are begun again."
     queue.passed = {(s.entry.number, s.claim) for s in queue.states() if s.state in ("stopped", "failed")}
 
+# %% ../../nbs/run/21_queue.ipynb #dba4df62
 def take_next(
     queue:Queue,
     chosen=None, # numbers of entries, and with them those that come after them; None: all
@@ -166,6 +168,7 @@ def last_lines(
     with open(path, errors="replace") as f:
         return "\n".join(deque((x.rstrip() for x in f if x.strip() and not x.startswith("@")), n))
 
+# %% ../../nbs/run/21_queue.ipynb #335387c8
 def wait_until_free(
     run_dir,    # of a run
     stop,       # a `StopFlag`

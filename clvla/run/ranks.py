@@ -92,6 +92,7 @@ def pass_on(
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     threading.Thread(target=_pass_signals, args=(read_fd, patience), daemon=True).start()
 
+# %% ../../nbs/run/04_ranks.ipynb #9f127cf5
 def _pass_signals(read_fd:int, patience:float):
     "Pass signals on as SIGTERM, but a SIGINT after the first signal as SIGINT."
     was_asked = False

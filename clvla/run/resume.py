@@ -43,8 +43,9 @@ def generators_of(
     "The file with the global generators' states of a process; FileNotFoundError says what its absence means."
     file = folder/f"generators-{rank}.safetensors"
     if file.exists(): return file
-    raise FileNotFoundError(f"{folder} has no {file.name}, which process {rank} writes there: a file was removed, the run had fewer processes, or "
-                            "the folder is not on a disk that all its machines share")
+    raise FileNotFoundError(
+        f"{folder} has no {file.name}, which process {rank} writes there: a file was removed, the run had fewer "
+        "processes, or the folder is not on a disk that all its machines share")
 
 # %% ../../nbs/run/09_resume.ipynb #ce1100ac
 def checkpoint_name(learner)->str:
@@ -107,7 +108,7 @@ def put_log_back(
     copy:Path,     # the checkpoint's
     say            # called with a line when something is put back
 ):
-    "Put records back that the log has lost since the checkpoint: the disk did, or a person who took a damaged line out."
+    "Put records back that the log has lost since the checkpoint, by the disk or by a person who took a line out."
     present,stored = run.logs(say),read_jsonl(copy)
     if present[:len(stored)] == stored: return
     shutil.copy(copy, run.path/"log.jsonl")   # what is newer is made again

@@ -32,7 +32,7 @@ def run_learner(
     say=print, # called with each line for the user; rank 0 only
     begun=False # the folder was begun before this process was started
 )->RunFolder: # the folder with the run's records and checkpoints
-    "Do a run, or what is left of it. `Stopped` when a signal ends it; FileNotFoundError when a folder that was begun is gone."
+    "Do a run, or what is left of it. `Stopped` when a signal ends it; FileNotFoundError when a begun folder is gone."
     check_code(cfg.run_dir, cfg.trust)
     use_gpus(cfg)
     shell = Shell(cfg, say)
@@ -144,7 +144,7 @@ class Shell:
 # %% ../../nbs/run/08_shell.ipynb #47e3412e
 @patch
 def check_stop(self:Shell, flag=False)->bool:
-    "`Stopped` in all ranks when one of them was asked to stop, FileNotFoundError when the folder is gone; else whether `flag` is true in one of them."
+    "Whether `flag` is true in a rank; in all ranks `Stopped` if one was asked to, FileNotFoundError without a folder."
     stop,flag,gone = agree(self.acc, self.stop.requested, flag, self.run.gone)
     if gone: raise self.run.gone_error()
     if stop: raise Stopped("asked to stop")

@@ -68,7 +68,7 @@ def sink_names(
     return names
 
 def check_sink(cfg):
-    "A step of `resolve`: ValueError for an unknown sink or one that is none, ImportError for one whose package is missing."
+    "A step of `resolve`: ValueError for a name that is no sink, ImportError for a sink whose package is missing."
     for name in sink_names(cfg.sink):
         sink = sinks[name]
         if not (isinstance(sink, type) and issubclass(sink, Sink)):

@@ -84,4 +84,6 @@ def success_line(
 )->str:               # "" without a measured stage
     "Mean success on the measured tasks after each stage, as a line."
     means = [100*np.nanmean(row) for row in np.asarray(R, float) if not np.isnan(row).all()]
-    return f"success {means[0]:.0f} [{blocks(means, digits=digits)}] {means[-1]:.0f} %, mean over the tasks after each stage" if means else "" 
+    if not means: return ""
+    return (f"success {means[0]:.0f} [{blocks(means, digits=digits)}] {means[-1]:.0f} %, "
+            "mean over the tasks after each stage")

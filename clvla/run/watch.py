@@ -111,6 +111,7 @@ def updates_of(
     of = {t["id"]: t.get("budget") or n for t in stream["tasks"] if t.get("trained", True)}
     return sum(of.values())*stream.get("cycles", 1) if name == JOINT else of.get(name, n)
 
+# %% ../../nbs/run/12_watch.ipynb #f7a6aaba
 @patch(as_prop=True)
 def position(self:Run)->dict:
     "How far the run is: phase, task, done, total, and if known stage, n_stages, loss, lr, success; {} before training."
@@ -159,6 +160,7 @@ def table(self:Run)->Table:
     if (self.path/"failed.json").exists(): rows |= _failure_rows(self.path/"failed.json")
     return Table(list(rows.items()), columns=["what", "value"])
 
+# %% ../../nbs/run/12_watch.ipynb #7028f993
 def _position_rows(position:dict)->dict:
     if not position: return dict(stage="", step="not begun")
     stage = f"{position['stage']+1} of {position['n_stages']}" if "n_stages" in position else ""
@@ -189,7 +191,7 @@ def plots(self:Run)->dict:
 
 @patch
 def live_plots(self:Run)->dict:
-    "Success matrix (or that of returns), success over the stream and training loss, as far as there are records for them."
+    "Success matrix (or that of returns), success over the stream and training loss, as far as there are records."
     if not (self.path/"stream.json").exists(): return {}
     records,losses = self.folder.episodes(_quiet),losses_of(self.folder.logs(_quiet))
     figures = measured(self.path, records) if records else {}
@@ -207,6 +209,7 @@ class Shown:
         elif hasattr(self.obj, "_repr_html_"): html = {"text/html": self.obj._repr_html_()}
         return html | {"text/plain": repr(self)}
 
+# %% ../../nbs/run/12_watch.ipynb #48802921
 class Board:
     "Named outputs that are replaced in place in a notebook; elsewhere texts are printed, and figures left out."
     def __init__(self, show=print): self.show,self.handles,self.printed,self.has_script = show,{},{},False
@@ -238,7 +241,8 @@ class Drawing:
         board:Board=None, # None: one of its own
         every:float=2.    # seconds between two drawings; more where drawing would take more than 2 % of a core
     ):
-        self.run,self.board,self.every,self.due = run,board or Board(),every,0.
+        self.run,self.every,self.due = run,every,0.
+        self.board = board or Board()
         self.drawn_until,self.is_first = None,True
 
     def __call__(self,
@@ -266,7 +270,8 @@ class Drawing:
 def hint(self:Run)->str:
     "How to see the run elsewhere. JupyterLab shows nothing newer in a tab that was closed and opened again."
     if getattr(get_ipython(), "kernel", None) is None:
-        return f"in another terminal, clvla watch {shlex.quote(str(self.path.resolve()))} shows this run, and clvla stop lets it save and end"
+        path = shlex.quote(str(self.path.resolve()))
+        return f"in another terminal, clvla watch {path} shows this run, and clvla stop lets it save and end"
     return ("if you close this tab, follow the run in any notebook: "
             f"from clvla.run.watch import Run; Run.open({str(self.path.resolve())!r}).follow()")
 

@@ -149,7 +149,9 @@ def played_before(
 )->str:             # what has to be said, or ""
     "That a server's earlier episodes are kept, since an address does not say which policy is behind it."
     n = len(out.episodes()) if cfg.policy_server else 0
-    return f"{n} episodes that a server at {cfg.policy_server} has played before are kept, whichever policy it had then; for another policy remove {out.path}" if n else ""
+    if not n: return ""
+    return (f"{n} episodes that a server at {cfg.policy_server} has played before are kept, whichever policy it had "
+            f"then; for another policy remove {out.path}")
 
 def left_out(
     cfg:EvalConfig, # settings
@@ -280,7 +282,8 @@ def evaluate(
         policy,processor,algo = load_point(path, evaluation.run, evaluation.own, device)
         player.group = policy.group   # as the run itself played it
         player.evaluate(policy, processor, *episodes, ids, done, write, on_round=on_round, algo=algo)
-    say(f"{evaluation.cfg.policy_server or path.name}: {100*sum(r['success'] for r in records)/max(1, len(records)):.0f} % success over "
+    rate = 100*sum(r['success'] for r in records)/max(1, len(records))
+    say(f"{evaluation.cfg.policy_server or path.name}: {rate:.0f} % success over "
         f"{len(records)} episodes")
 
 # %% ../../nbs/train/06_checkpoint_eval.ipynb #b20f76f0

@@ -82,7 +82,8 @@ def check_reach(
     whose:str=""  # whose statistics they are, for the message; "": the first task's
 )->list:         # of lines
     "ValueError for a later task that moves an axis which the first one's statistics hold still, or make tiny."
-    lines,whose = [],whose or f"task {first!r}, whose statistics are kept (stats='first')"
+    lines = []
+    whose = whose or f"task {first!r}, whose statistics are kept (stats='first')"
     for task_id,store in stores.items():
         for key,axis,a,b in unreached(processor, store):
             found = (f"axis {axis} of {key!r} lies in {a[0]:.6g}..{a[1]:.6g} in {whose}, "
@@ -91,6 +92,7 @@ def check_reach(
             lines.append(refuse_or_say("range", accept, found, remedy))
     return lines
 
+# %% ../../nbs/train/11_checks.ipynb #1766ffe1
 def check_cut(
     processor,   # whose statistics are not those of all tasks
     stores:dict, # task id -> frame store
@@ -140,6 +142,7 @@ def _rates_apart(task:Task, part:dict, fps, env, accept:str)->list:
              f"{' or '.join(map(str, rates))}")
     return [refuse_or_say("fps", accept, found, "convert the data set, so that a frame is a step")]
 
+# %% ../../nbs/train/11_checks.ipynb #74a6ff6b
 def _actions_apart(task:Task, part:dict, env, accept:str)->list:
     "Lines on actions that the environment would cut; ValueError for those that are not accepted."
     if "gripper" in part.get("layout", {}): return []   # of a kind that looked at them itself

@@ -21,7 +21,8 @@ from ..envs.all import defaults_of, make_stream, stream_names
 from ..eval.metrics import JOINT
 from ..eval.plan import planned
 from ..core.config import long_form
-from ..run.config import RunConfig, check_machine, check_values, folder_name, identity, in_own_folder, resolve, settings_of, sorted_cl, stream_name, threads_of, world_of
+from ..run.config import (RunConfig, check_machine, check_values, folder_name, identity, in_own_folder, resolve,
+                              settings_of, sorted_cl, stream_name, threads_of, world_of)
 from ..run.folder import RunFolder
 from ..run.plugins import import_plugins
 from ..run.sinks import check_sink

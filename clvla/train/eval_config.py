@@ -73,6 +73,7 @@ class EvalConfig:
 # %% ../../nbs/train/05_eval_config.ipynb #7621fe0e
 @patch(as_prop=True)
 def whole(self:EvalConfig)->str: # name of the evaluation that the parts belong to
+    "Name of the evaluation: what is played, with which trials, changes and suite."
     where = "-on-"+_label_of(self.suite, self.chosen) if self.suite or self.chosen else ""
     if self.policy_server: where += f"-by-{re.sub(r'[^0-9A-Za-z.-]', '_', address_of(self.policy_server)[5:])}"
     said = "-under-"+self.changed.replace(":", "") if self.changed else ""
@@ -80,10 +81,13 @@ def whole(self:EvalConfig)->str: # name of the evaluation that the parts belong 
 
 @patch(as_prop=True)
 def name(self:EvalConfig)->str:
+    "The evaluation's name with that of its part."
     return self.whole + (f"-part{self.part.replace('/', 'of')}" if self.part != "0/1" else "")
 
 @patch(as_prop=True)
-def folder(self:EvalConfig)->Path: return Path(self.run_dir)/"evals"/self.name
+def folder(self:EvalConfig)->Path:
+    "Where the evaluation writes."
+    return Path(self.run_dir)/"evals"/self.name
 
 def _label_of(
     suite,     # as in `EvalConfig`
@@ -123,6 +127,7 @@ class Evaluation:
     def cameras(self): # of another stream's environments: those of the policy
         return cameras_of(self.points[-1]) if self.cfg.suite and not self.cfg.policy_server else None
 
+# %% ../../nbs/train/05_eval_config.ipynb #6085e0dc
 def points_of(
     cfg:EvalConfig,
     run # config of the run
@@ -201,6 +206,7 @@ def _check_processes(
             f"{cfg.folder} was begun by one process, with rows for each task, and goes on so; set num_processes to "
             f"1, or remove that folder")
 
+# %% ../../nbs/train/05_eval_config.ipynb #7642f9da
 def check_eval_here(
     cfg:EvalConfig # as a page gave it
 )->Evaluation:
@@ -279,7 +285,7 @@ def _check_sizes(evaluation:Evaluation):
 def begin_eval(
     evaluation:Evaluation
 )->Path: # folder of the evaluation
-    "Write the evaluation's config; an existing one must be the same, and no checkpoint may lack a file or a part of it."
+    "Write the evaluation's config; an existing one must be the same, and no checkpoint may lack a file."
     cfg = evaluation.cfg
     for point in evaluation.points:   # contents are compared by the process that reads them
         if wrong := check_checkpoint(point, deep=False):

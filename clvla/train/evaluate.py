@@ -130,7 +130,7 @@ def film(self:Evaluator, moment:dict, ids:list, records:list, films:dict):
 # %% ../../nbs/train/07_evaluate.ipynb #d070000f
 @patch
 def player_for(self:Evaluator, policy)->Player:
-    "The simulators of this process, started once; prints a warning if batching them can change the actions of `policy`."
+    "The simulators of this process, started once; prints a warning if batching can change the actions of `policy`."
     cfg,shell = self.cfg,self.shell
     if self.player is not None: return self.player
     n = max(1, cfg.n_workers//shell.world)

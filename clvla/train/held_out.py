@@ -47,7 +47,7 @@ def predicted(
     task_id:str,
     frames,      # (n,) frame numbers
     batch:int=50 # frames of a call
-)->tuple:        # what the policy says and what was recorded, (n,H,A) float32 in the robot's units; (n,H) whether it is inside
+)->tuple:        # what the policy says and what was recorded, (n,H,A) in the robot's units; (n,H) whether it is inside
     "The chunks of a policy at recorded frames; the noise follows from the task's name."
     device,rng,found = next(policy.parameters()).device,torch_rng(0, "held_out", task_id),[]
     for part in np.array_split(np.asarray(frames), max(1, -(-len(frames)//batch))):
@@ -57,12 +57,13 @@ def predicted(
         found.append((processor.unnormalise(chunk.cpu()).numpy(), raw[ACTION].numpy(), ~raw[PAD].numpy()))
     return tuple(map(np.concatenate, zip(*found)))
 
+# %% ../../nbs/train/13_held_out.ipynb #680fe14d
 def action_error(
     said,        # (n,H,A) what the policy says
     recorded,    # (n,H,A) what was recorded
     inside,      # (n,H) bool, the steps that count
     usual        # (A,) the constant action of comparison
-)->dict:         # error in the robot's units (discrete: share of wrong ones), that of the constant action, and their ratio
+)->dict:         # error in the robot's units (discrete: share of wrong ones), of the constant action, and their ratio
     "How far actions are from recorded ones (eq. 1)."
     off,off_usual = (np.abs(x-recorded)[inside].mean(0, dtype=np.float64)
                      for x in (said, np.asarray(usual, np.float32)))
@@ -102,7 +103,7 @@ def error_after(
     policy, processor,
     algo,        # may change the policy for each task
     trained:dict, held:dict # task id -> frame store
-)->list:         # of dicts: stage, after, task, error, constant, ratio (None: the constant action is right), demonstrations, frames
+)->list:         # of dicts: stage, after, task, error, constant, ratio (or None), demonstrations, frames
     "Measure the held-out error on some tasks after a stage, and write it down."
     rows,mode = [],policy.training
     policy.eval()

@@ -44,7 +44,7 @@ def kept_evals(
     say=len,    # told of each evaluation that is made
     n_workers:int=1 # simulators' processes
 )->dict:        # (name, what was changed, "" for nothing) -> Run, as `compare` reads it from a folder
-    "All these evaluations: from the file, and those that it lacks from the runs' folders, where they are made; ValueError for two that change the same."
+    "All these evaluations, from the file or else made; ValueError for two that change the same."
     file,found,changed = Path(file),{},[one.changed for one in evals]
     if twice := [c for c in changed if changed.count(c) > 1]:
         raise ValueError(
@@ -63,11 +63,13 @@ def kept_evals(
             found[name, one.changed] = unpack(f"{name}, {one.changed or 'plain'}", line)
     return found
 
+# %% ../../nbs/train/17_kept_evals.ipynb #9609d7d9
 def _made(cfg, one:EvalConfig, say)->dict:
     "Make the run where it is missing, and play the evaluation."
     run = RunFolder(cfg.run_dir)
     if run.begin(cfg) != "done": keep_plugins(cfg)
     if not run.done: sweep([cfg.run_dir], 1)
     out = eval_cl(one, len)
-    say(f"{run.path.name}, {one.changed or 'plain'}: {100*sum(r['success'] for r in out.episodes())/len(out.episodes()):.0f} %")
+    won = [r["success"] for r in out.episodes()]
+    say(f"{run.path.name}, {one.changed or 'plain'}: {100*sum(won)/len(won):.0f} %")
     return pack_eval(cfg, one, out)

@@ -195,7 +195,7 @@ def weights_size(policy)->int:
 
 @patch
 def kept(self:Imitation, stage)->dict: # frames, state, weights
-    "Bytes that are kept after a stage: of frames, of the algorithm's own state, and of weights that were added to the policy's; {} where a process holds a part of the weights."
+    "Bytes kept after a stage: frames, the algorithm's state, weights added to the policy; {} with zero3."
     if self.cfg.strategy == "zero3": return {}
     algo,data = self.trainer.algo,self.data
     frames = algo.frames_kept()
@@ -252,6 +252,7 @@ def load_state_dict(self:Imitation, states:dict):
     algo = {"algo": states["algo"]} if "algo" in states else {}   # older checkpoints have it in `state`
     self.trainer.load_state_dict(states["state"] | algo)
 
+# %% ../../nbs/train/04_learner.ipynb #2c4af7d8
 @patch
 def write(self:Imitation, folder:Path):
     "Write the policy into a checkpoint."

@@ -109,7 +109,8 @@ class OnPolicy:
         self.hold(None, CLContext(policy=self.model, seed=seed))
 
     @property
-    def compares(self)->bool: return self.algo is not None and "outputs" in self.algo.asks   # answers of the present and of earlier weights
+    def compares(self)->bool:   # answers of the present and of earlier weights
+        return self.algo is not None and "outputs" in self.algo.asks
     def prepare(self, rollout): raise NotImplementedError   # -> (name -> (n,...) rows, metrics)
     def loss(self, rows): raise NotImplementedError         # -> (m,) losses, name -> (m,...) numbers
 
@@ -224,6 +225,7 @@ def update(self:OnPolicy, rollout:dict)->dict:   # metrics, as numbers
     self.remark = leap(infos[-1]["kl"].item(), self.kl_stop, self.opt.param_groups[0]["lr"])
     return self.check_metrics({**info, **summary(infos, n_steps), "drift": drift, "steps": n_steps})
 
+# %% ../../nbs/train/12_on_policy.ipynb #664f364f
 @patch
 def check_drift(self:OnPolicy, rollout)->float:
     "Largest difference between the stored log-probabilities and the actor's; ValueError above `max_drift`."
@@ -260,7 +262,8 @@ def leap(
 )->str:               # "" where no step went far beyond the limit
     "What to tell of an update whose last step went ten times as far as `kl_stop` allows."
     if limit is None or kl <= 10*limit: return ""
-    return f"a step at learning rate {lr:g} moved the actor by a divergence of {kl:.3g}, and kl_stop is {limit:g}; give it a tenth of this rate"
+    return (f"a step at learning rate {lr:g} moved the actor by a divergence of {kl:.3g}, and kl_stop is {limit:g}; "
+            "give it a tenth of this rate")
 
 
 # %% ../../nbs/train/12_on_policy.ipynb #70a1b227

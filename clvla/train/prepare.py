@@ -82,9 +82,19 @@ def check_init(
             f"init_from {path} holds another policy: {'; '.join(differ)}; set the checkpoint's values, or name "
             "another one")
 
+# %% ../../nbs/train/03_prepare.ipynb #d7752d11
 def policy_settings(cfg:TrainConfig)->dict:
     "What a checkpoint's policy must have in common with a run's."
     return dict(model=cfg.model, image_size=cfg.image_size, H=cfg.chunk, head=cfg.head)
+
+# %% ../../nbs/train/03_prepare.ipynb #ab20664a
+def _check_stats(cfg:TrainConfig):
+    "ValueError for `stats='init'` where `init_from` has no statistics."
+    if cfg.stats != "init" or (Path(cfg.init_from)/"processor.json").is_file(): return
+    if recipe_run(cfg.init_from, cfg.data_dir): return
+    found = f"{cfg.init_from} has no processor.json" if cfg.init_from else "it is empty"
+    raise ValueError(f"stats='init' takes the statistics of init_from, and {found}; "
+                     "name the folder of a run's checkpoint, or take stats='global'")
 
 # %% ../../nbs/train/03_prepare.ipynb #160f137c
 def check(
@@ -104,12 +114,11 @@ def check(
     check_strategy(algo, cfg)
     if cfg.lora_rank: require("peft", "peft")
     if cfg.init_from: check_init(cfg)
-    if cfg.stats == "init" and not (Path(cfg.init_from)/"processor.json").is_file() and not recipe_run(cfg.init_from, cfg.data_dir):
-        raise ValueError(f"stats='init' takes the statistics of init_from, and {cfg.init_from or 'it is empty'}{' has no processor.json' if cfg.init_from else ''}; "
-                         "name the folder of a run's checkpoint, or take stats='global'")
+    _check_stats(cfg)
     stream = stream_for(cfg)
     if not stream.stages:
-        raise ValueError(f"stream {stream.name!r} has probes only, so there is nothing to train; leave one task trained")
+        raise ValueError(f"stream {stream.name!r} has probes only, so there is nothing to train; "
+                         "leave one task trained")
     if cfg.smoke and len(stream.tasks) > 2:
         keep = list(dict.fromkeys(stage.task.id for stage in stream.stages))[:2]
         stream = Stream(f"{stream.name}-smoke", tuple(stream[i] for i in keep), None, stream.cycles)
@@ -122,7 +131,8 @@ def check(
     drawn = [task for task in stream.tasks if cfg.evaluate != "none" or not is_read(task)]
     if any(draws(kind_of(task)) for task in drawn): check_gl()   # also where demonstrations are there already
     remarks(cfg, stream)   # refuses here what is not accepted; said later, by the one who prepares
-    if unmade([task for task in stream.tasks if task.trained], cfg, stream.name): check_folder(cfg.data_dir, "data_dir", write=True)
+    if unmade([task for task in stream.tasks if task.trained], cfg, stream.name):
+        check_folder(cfg.data_dir, "data_dir", write=True)
     return stream
 
 # %% ../../nbs/train/03_prepare.ipynb #a11ade02
@@ -151,7 +161,8 @@ class Makers(Supervisor):
         self.todo,self.cfg,self.stream,self.say = deque(tasks),cfg,stream,say
 
     def spawn(self, m): return Child("clvla.train.demos:demo_worker", python=_python(m.owed["task"]))
-    def hung_at(self, m): return math.inf if is_read(m.owed["task"]) else super().hung_at(m)   # a data set is read without a word
+    def hung_at(self, m):   # a data set is read without a word
+        return math.inf if is_read(m.owed["task"]) else super().hung_at(m)
 
 # %% ../../nbs/train/03_prepare.ipynb #e0300004
 @patch
@@ -243,7 +254,7 @@ def make_processor(
     cfg:TrainConfig, # stats, state_norm, action_norm, blind, deaf, accept
     say=print      # told what is accepted of later tasks
 )->Processor:      # frozen from here on
-    "Statistics and controls of all tasks, of the first one only, or of the checkpoint, and the processor made from them."
+    "Statistics and controls of all tasks, of the first one or of the checkpoint, and the processor made from them."
     first,whose = stream.stages[0].task.id,""
     of = [stores[first]] if cfg.stats == "first" else list(stores.values())
     controls = make_controls(of, cfg.blind, cfg.deaf)

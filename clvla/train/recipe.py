@@ -42,6 +42,7 @@ def recipe_run(
     run = Path(init_from).parent.parent
     return run if init_from and run.parent == Path(data_dir)/"bases" and (run/"config.json").is_file() else None
 
+# %% ../../nbs/train/21_recipe.ipynb #23ba3851
 def train_once(
     run,   # settings of the run, resolved
     train, # called with them and `say`: trains it here; None: in a process of its own

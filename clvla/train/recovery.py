@@ -35,7 +35,7 @@ class Recovery:
     reached:int|None # updates of the first look with the target; None: none had it
 
 def savings(again:Recovery, new:Recovery)->float:
-    "Eq. 1, and no more than that where the target was not reached again; NaN where the control does not reach it, or needs no update."
+    "Eq. 1, and no more where the target was not reached again; NaN where the control never reaches it, or at once."
     if not new.reached: return float("nan")
     return 1-(again.curve[-1][0] if again.reached is None else again.reached)/new.reached
 
@@ -99,12 +99,13 @@ def probe_run(
     share:float=.9, # of the old success that is to come back
     every:int=10, # updates between two looks
     most:int=200, # updates after which a task is given up
-    curves:dict|None=None, # task id -> curve of fresh weights, of a run with the same seed and model; what is missing is added
+    curves:dict|None=None, # task id -> curve of fresh weights, of a run with the same seed and model; others are added
     say=len       # told what happens
-)->list:          # of dict(task, old, left, again, anew), one for each task of `earlier`; again, anew: fields of a `Recovery`
-    "How the earlier tasks of a run come back; ValueError where it has no checkpoint of one of them, or what plays is not one policy."
+)->list:          # of dict(task, old, left, again, anew), one for each task of `earlier`; the last two: of a `Recovery`
+    "How the earlier tasks of a run come back; ValueError where it lacks a checkpoint, or several policies play."
     last,stream,policy,processor,algo = newest_point(run_dir, say=say)
-    cfg,curves = read_config(run_dir),{} if curves is None else curves
+    cfg = read_config(run_dir)
+    if curves is None: curves = {}
     check_probe(cfg, algo, stream)
     stores,_ = hold_out(prepare(stream, cfg, say), cfg.held_out)   # of the demonstrations that the run trained on
     data = TaskData(stores, processor, cfg.chunk)
@@ -138,10 +139,13 @@ def points_of(
     folder, # of a run's checkpoints
     tasks   # ids
 )->dict:    # task id -> the folder of the checkpoint after it
-    "The checkpoints after tasks, the last one of a task that was trained several times; ValueError for one that is not there."
-    there = {read_json(p/"position.json")["name"]: p for p in checkpoints(folder, ends=True) if (p/"position.json").exists()}
+    "The checkpoints after tasks, the last one of a task that was trained several times; ValueError if one lacks."
+    there = {read_json(p/"position.json")["name"]: p for p in checkpoints(folder, ends=True)
+             if (p/"position.json").exists()}
     if missing := [task for task in tasks if task not in there]:
-        raise ValueError(f"{folder} has no checkpoint after task {missing[0]!r}, found those after {', '.join(there)}; a probe needs the one after each task")
+        raise ValueError(
+            f"{folder} has no checkpoint after task {missing[0]!r}, found those after {', '.join(there)}; a probe "
+            f"needs the one after each task")
     return {task: there[task] for task in tasks}
 
 # %% ../../nbs/train/19_recovery.ipynb #ce1100cc
@@ -160,9 +164,14 @@ def check_probe(
     stream
 ):
     "ValueError for a run that a probe says nothing about."
-    if cfg.learner != "imitation": raise ValueError(f"{cfg.run_dir} is a run of learner {cfg.learner!r}; a probe imitates demonstrations, so it needs a run of imitation")
+    if cfg.learner != "imitation":
+        raise ValueError(
+            f"{cfg.run_dir} is a run of learner {cfg.learner!r}; a probe imitates demonstrations, so it needs a run "
+            f"of imitation")
     if keyed := [task for task in stream.ids if algo.eval_key(task) is not None]:
-        raise ValueError(f"{cfg.cl!r} changes the policy for task {keyed[0]!r} when it is played, and a probe trains and plays one policy for all tasks")
+        raise ValueError(
+            f"{cfg.cl!r} changes the policy for task {keyed[0]!r} when it is played, and a probe trains and plays "
+            f"one policy for all tasks")
 
 # %% ../../nbs/train/19_recovery.ipynb #a3ba9787
 def probe_table(

@@ -25,7 +25,7 @@ def part_of(
     task:Task,
     data_set:str="" # folder, or its last name; "": all of them are read alike
 )->dict:            # {} for a task without data sets
-    "The part of a task's source that tells how the robot's data are read; ValueError where several differ and none is named."
+    "The part of a task's source that tells how the robot's data are read; ValueError where several differ."
     parts = [p for p in (task.source or {}).get("parts", ()) if data_set in ("", p["path"], Path(p["path"]).name)]
     if len({repr(p.get("layout")) for p in parts}) == 1 or not task.source: return parts[0] if parts else {}
     there = sorted(p["path"] for p in task.source.get("parts", ()))

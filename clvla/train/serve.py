@@ -40,7 +40,7 @@ class PolicyServer:
         run_dir,          # folder of a run of imitation or practice
         seed:int=0,       # of the policy's noise
         device:str="cpu", # cpu or cuda
-        cameras:str="",   # ours=theirs with commas, as in "image=agentview,wrist=wrist"; "": of the same name, or the only one
+        cameras:str="",   # ours=theirs with commas, as in "image=agentview,wrist=wrist"; "": same name, or the only one
         trust:bool=False, # run what a folder that somebody else began brings
         say=print         # told what is served
     ):
@@ -52,7 +52,8 @@ class PolicyServer:
         self.dim = len(self.processor.stats[STATE]["mean"])
         self.cameras = cameras_for(cameras, [k.removeprefix(IMAGES) for k in self.policy.pixels])
         say(f"{point}: tasks {', '.join(self.stream.ids)}; "
-            f"pictures {', '.join(f'{k.removeprefix(IMAGES)} ({n} x {n})' for k,n in self.policy.pixels.items())}; {self.dim} numbers of state")
+            f"pictures {', '.join(f'{k.removeprefix(IMAGES)} ({n} x {n})' for k,n in self.policy.pixels.items())}; "
+            f"{self.dim} numbers of state")
 
     def session(self)->Session:
         self.n_sessions += 1
@@ -83,14 +84,15 @@ def task_named(
         if len(found) == 1: return found[0]
     known = [x for t in stream.tasks for x in (t.id, t.prompt)]
     raise ValueError(
-        f"no single task of this policy is "
-        f"called {' or '.join(plain(repr(n), 120) for n in told) or 'nothing'}{closest(told[0], known) if told else ''}; its tasks are {', '.join(stream.ids)}")
+        f"no single task of this policy is called {' or '.join(plain(repr(n), 120) for n in told) or 'nothing'}"
+        f"{closest(told[0], known) if told else ''}; its tasks are {', '.join(stream.ids)}")
 
 # %% ../../nbs/train/16_serve.ipynb #ef611d06
 def begin(self, session:Session, payload:dict):
     "An episode begins; its task may also be said by its first observation."
     said = payload.get("task")
-    session.row,session.left,session.said = None,[],said if isinstance(said, dict) else {}
+    session.row,session.left = None,[]
+    session.said = said if isinstance(said, dict) else {}
 
 def _begun(self, session:Session, obs:dict)->Row:
     "The row of the session's episode."
@@ -157,7 +159,7 @@ def hello_of(server:PolicyServer)->dict:
                 observation_spec=dict(language=spec("language", 0, "language"), state=spec("state", *form["state"])))
 
 # %% ../../nbs/train/16_serve.ipynb #3e3579c3
-def answered(server:PolicyServer, session:Session, said:dict)->tuple|None: # kind and payload of the answer; None: there is none
+def answered(server:PolicyServer, session:Session, said:dict)->tuple|None: # kind and payload of the answer; or None
     "What a message is answered by."
     if said["type"] == "hello": return "hello",hello_of(server)
     try:

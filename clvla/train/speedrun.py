@@ -40,7 +40,8 @@ class Track:
 
 ABOUT = "author","about","seed","settings"   # entries of a submission
 MAY = {f.name for group in (PolicySettings, LearningSettings) for f in fields(group)} - {"init_from"} | {
-    "cl", "cl_kw", "image_size", "prefetch", "stats", "state_norm", "action_norm", "threads", "precision", "plugins", "budget"}
+    "cl", "cl_kw", "image_size", "prefetch", "stats", "state_norm", "action_norm", "threads", "precision", "plugins",
+    "budget"}
 
 # %% ../../nbs/train/18_speedrun.ipynb #b7279509
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Submission:
     settings:dict
     files:dict     # plugin's name -> SHA-256
 
+# %% ../../nbs/train/18_speedrun.ipynb #77173fac
 def read_submission(
     path # a YAML file
 )->Submission:
@@ -109,7 +111,7 @@ def attempt(
     say=len,     # told what happens
     play:bool=True # False: train only, without `won`
 )->dict:         # JSON values
-    "Train and play a submission with one seed; ValueError for a folder that is there, since a clock begins at the beginning."
+    "Train and play a submission with one seed; ValueError for a folder that is there: the clock begins at the start."
     if Path(folder).exists():
         raise ValueError(f"{folder} is there already; an attempt is timed from its beginning, so give a new folder")
     resolve(TrainConfig(suite=track.suite, run_dir=str(folder)))   # what every run imports is not timed
@@ -124,6 +126,7 @@ def attempt(
                 bytes=cost["bytes"], samples=sum(cost["samples"].values()), fingerprint=fingerprint(run.path))
     return made | dict(won=played(cfg, track)) if play else made
 
+# %% ../../nbs/train/18_speedrun.ipynb #83cc0cae
 def played(cfg:TrainConfig, track:Track)->dict: # task id -> a string of 0 and 1, one for each start
     "Play the last checkpoint from the track's starts."
     episodes = eval_cl(EvalConfig(run_dir=cfg.run_dir, n_trials=track.n_starts, last_only=True, seed=cfg.seed,
@@ -199,6 +202,7 @@ def enter(
                 f"and {newest['name']} {clock} and {newest['bytes']}")
     append_jsonl(file, record)
 
+# %% ../../nbs/train/18_speedrun.ipynb #3913afa1
 def to_beat(
     record:dict,
     newest:dict # the record that it follows
@@ -284,10 +288,14 @@ def record_table(
     track:Track
 )->pd.DataFrame: # a row for each record, in order of entry
     "The records, one below the other."
-    return pd.DataFrame([dict(record=r["name"], seconds=r["clock"], beside=r.get("beside", {}).get("clock"), wall=round(np.mean([a["wall"] for a in r["attempts"]]), 1), MB=round(r["bytes"]/1e6, 1),
-                              samples=r["attempts"][0]["samples"], success=round(100*r["mean"], 1), bound=round(100*r["low"], 1), date=r["date"], author=r["author"]) for r in records])
+    return pd.DataFrame([dict(record=r["name"], seconds=r["clock"], beside=r.get("beside", {}).get("clock"),
+                              wall=round(np.mean([a["wall"] for a in r["attempts"]]), 1), MB=round(r["bytes"]/1e6, 1),
+                              samples=r["attempts"][0]["samples"], success=round(100*r["mean"], 1),
+                              bound=round(100*r["low"], 1), date=r["date"], author=r["author"]) for r in records])
 
-USAGE = "clvla-speedrun verify FILE: repeat a record; clvla-speedrun run FILE: make one, with --again timed in turn with the newest one. FILE is a submission in YAML"
+# %% ../../nbs/train/18_speedrun.ipynb #7a0ee323
+USAGE = ("clvla-speedrun verify FILE: repeat a record; clvla-speedrun run FILE: make one, with --again timed in turn "
+         "with the newest one. FILE is a submission in YAML")
 
 def newest_of(
     file,  # the .jsonl file of the records
@@ -298,6 +306,7 @@ def newest_of(
     if not records: raise ValueError(f"{file} has no record yet; leave --again out")
     return read_submission(Path(folder)/f"{records[-1]['name']}.yaml")
 
+# %% ../../nbs/train/18_speedrun.ipynb #977fe786
 def main(
     argv=None # words behind the command's name
 ):
@@ -309,7 +318,10 @@ def main(
     try:
         sub = read_submission(path)
         beat = newest_of(file, path.parent) if words[2:] else None
-        if beat and beat.name == sub.name: raise ValueError(f"{sub.name} is the newest record itself; name a submission that is to beat it, or repeat it: clvla-speedrun verify {path}")
+        if beat and beat.name == sub.name:
+            raise ValueError(
+                f"{sub.name} is the newest record itself; name a submission that is to beat it, or repeat it: "
+                f"clvla-speedrun verify {path}")
         if words[0] == "run": return enter(record_of(sub, track, say=print, beat=beat), file, track)
         record = next((r for r in read_jsonl(file) if r["name"] == sub.name), None)
         if record is None: raise ValueError(f"{file} has no record {sub.name!r}")

@@ -73,7 +73,7 @@ class Trainer:
         self.progress = progress or (lambda **event: None)
         self.acc = acc or make_accelerator(cfg)
         self.rank,self.world = self.acc.process_index,self.acc.num_processes
-        # from here on it lies where the run computes, also in an evaluation before training; zero3's engine shares it out
+        # from here on it lies where the run computes, also in an early evaluation; zero3's engine shares it out
         if cfg.strategy != "zero3": policy.to(self.acc.device)
         self.noise = torch_rng(cfg.seed, "train", "noise")
         self.t = self.prepared = 0        # stages that are finished; stages that `algo.prepare` was called for

@@ -43,6 +43,7 @@ def runs_of(
     return {f"{who}-{order}-s{seed}": cfg(f"{who}-{order}-s{seed}", order, seed, control)
             for seed in range(seeds) for order in ORDERS for who,control in LACKING.items()}
 
+# %% ../../nbs/train/15_validity.ipynb #dbec846f
 def plan_text(cfgs:dict)->str:
     "How much the runs are, before one of them starts."
     cfg = next(iter(cfgs.values()))
@@ -122,7 +123,9 @@ class Answer:
         return dict(question=self.question, who=self.who, successes=self.k, episodes=self.n, rate=self.rate, low=low,
                     high=high, tasks=self.of)
 
-def counted(of:dict)->dict: return {task: [int(sum(won)), len(won)] for task,won in of.items()}
+def counted(of:dict)->dict:
+    "Successes and trials of each task."
+    return {task: [int(sum(won)), len(won)] for task,won in of.items()}
 
 # %% ../../nbs/train/15_validity.ipynb #65ee79b5
 def trained_answers(cfgs:dict)->list:
@@ -173,6 +176,7 @@ def share_of(lacking:float, seeing:float, neither:float)->float|None:
     return None if seeing < .3 or seeing <= neither else (lacking-neither)/(seeing-neither)
 
 def word_for(share:float|None)->str:
+    "The verdict on what a probe lacks, by its share of the full success."
     if share is None: return "cannot be told"
     return "needed" if share < 1/3 else "not needed" if share > 2/3 else "partly needed"
 

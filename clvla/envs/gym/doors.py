@@ -82,6 +82,7 @@ def get_full_render(self:GoToDoorOf, highlight, tile_size):
     image[y*tile_size:(y+1)*tile_size, x*tile_size:(x+1)*tile_size] = tile
     return image
 
+# %% ../../../nbs/envs/gym/02_doors.ipynb #5befa347
 @patch
 def code(self:GoToDoorOf)->np.ndarray: # (width+2V,height+2V,3), V the side of the robot's view
     "MiniGrid's code of the room, with walls around it."
@@ -97,7 +98,6 @@ def gen_obs(self:GoToDoorOf):
     view = np.rot90(self.once("code", self.code)[x+V:x+2*V, y+V:y+2*V], -1-self.agent_dir).copy()
     view[V//2, V-1] = EMPTY   # where it stands: nothing here can be carried
     return dict(image=view, direction=self.agent_dir, mission=self.mission)
-
 
 # %% ../../../nbs/envs/gym/02_doors.ipynb #1ff4660c
 HEADINGS = (1, 0),(0, 1),(-1, 0),(0, -1)          # right, down, left, up: where a step forward leads

@@ -47,6 +47,7 @@ successes = Registry("success rule of an engine",   # name -> function of reward
     level=lambda reward,terminated,info: info["prev_level_complete"].astype(bool),
     told=lambda reward,terminated,info: info["success"] > 0)
 
+# %% ../../../nbs/envs/gym/04_engine.ipynb #0b61e7b4
 def described(
     spec:dict,  # name, make, max_steps
     limit:int=0 # steps of an episode at most, as EnvPool is told; 0: its own
@@ -60,6 +61,7 @@ def described(
     except (AssertionError, KeyError, TypeError,
             ValueError) as e: raise ValueError(f"EnvPool cannot make {spec['name']!r}: {e}") from e
 
+# %% ../../../nbs/envs/gym/04_engine.ipynb #498d1e37
 def limit_of(
     spec:dict # name, make, max_steps
 )->int:       # steps
@@ -133,6 +135,7 @@ def rewards(self:Engine, own:dict)->np.ndarray:   # (n,) float32
     of = lambda limit: one - np.float32(.9)*(step/np.float32(limit))   # in EnvPool's own order, to the bit
     return np.where((reward > 0) & (reward == of(self.limit+1)), of(self.limit), reward)
 
+# %% ../../../nbs/envs/gym/04_engine.ipynb #aedee8fb
 @patch
 def step(self:Engine, actions:np.ndarray, ids=None)->tuple:   # image, state, outcome: name -> array
     "One action in each environment, or in those of `ids`; ValueError for actions of another shape."

@@ -55,7 +55,9 @@ def vector(
     return np.concatenate([flatten(space[k], seen[k]) for k in keys]).astype(np.float32)
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #9234180f
-def part(whole, key:str): return whole if key == "obs" else whole[key]   # of an observation, or of its space
+def part(whole, key:str):
+    "An entry of an observation or of its space; \"obs\" is the whole."
+    return whole if key == "obs" else whole[key]
 
 def misfit_of(
     space, # of the observations
@@ -165,6 +167,7 @@ def _ask(self:GymEnv,
         raise ContractError(f"{whose(self, method)} gave {wrong}")
     return answer
 
+# %% ../../../nbs/envs/gym/01_env.ipynb #b1703416
 def _check_starts(self:GymEnv):
     "Learn how large a seed the simulator takes; ContractError when one seed gives two starts."
     self.wide = True
@@ -178,6 +181,7 @@ def _check_starts(self:GymEnv):
             f"{whose(self, 'reset')} gave two different observations for one seed, expected that a start follows "
             "from its seed: draw from self.np_random, after super().reset(seed=seed)")
 
+# %% ../../../nbs/envs/gym/01_env.ipynb #6b86e660
 def alike(a, b)->bool:
     "Whether two observations are equal, up to rounding."
     if isinstance(a, dict): return all(alike(v, b[k]) for k,v in a.items())

@@ -69,6 +69,7 @@ def _lay_out(p:Path, new:Path):
     files = {f: [stats[f].st_size, stats[f].st_mtime_ns, h] for f,h in hashes.items()}
     write_json(new/INDEX, dict(format=FORMAT, source=str(p), fingerprints=prints, files=files))
 
+# %% ../../../nbs/envs/libero/03_assets.ipynb #5ffd9e38
 def _states(given, folder:Path):
     "Write all initial states as npz; hashes and fingerprints."
     prints = {}
@@ -132,6 +133,7 @@ def pointed(file:Path)->Path|None:
     root = Path(read_json(file)["root"]) if file.is_file() else None
     return root if root and index(root) else None
 
+# %% ../../../nbs/envs/libero/03_assets.ipynb #ceba9271
 def lay_out(
     p:Path,    # a folder or an archive
     say=print  # called with each line of news
@@ -187,6 +189,7 @@ def assets_id(
     p,top = index(root)["fingerprints"],tree(root, which)
     return digest(json.dumps([k, p.get(k)]) for k in (top, "init_states", *["robosuite_lite"]*(top == "lite")))
 
+# %% ../../../nbs/envs/libero/03_assets.ipynb #45f5018e
 def describe(
     root:Path # a prepared folder
 )->dict:      # name in TOPS -> a phrase
@@ -240,6 +243,7 @@ def write_config(root:Path)->Path:
     if not (file.is_file() and file.read_text() == text): write_atomic(file, lambda f: Path(f).write_text(text))
     return file.parent
 
+# %% ../../../nbs/envs/libero/03_assets.ipynb #917d326a
 def bootstrap(
     root=None,       # as for `libero_root`
     which:str="lite" # "lite" or "full"

@@ -84,6 +84,7 @@ def draw(
     if picture.std() < 5: raise ValueError(f"the picture is empty: all its pixels are near {picture.mean():.0f}")
     Image.fromarray(picture).save(file)
 
+# %% ../../../nbs/envs/libero/11_command.ipynb #a37bcaa8
 def try_draw(
     gl:str,          # "osmesa" or "egl"
     file:Path,       # where the picture shall be

@@ -282,15 +282,18 @@ def _as_one(task, which, seen, cams):
     env = env if cams == ["front"] else {**env, "cameras": cams}
     return replace(o, prompt=texts[0][1], env=env, source=source)   # what its frames say, never a joined title
 
+# %% ../../../nbs/envs/libero/09_data.ipynb #004ebd44
 def check_mixed(prompt:str, parts:list, played:list):
-    "ValueError where a task's data sets were recorded at starts of different kinds, of which it could be tried at one alone."
+    "ValueError where a task's data sets were recorded at starts of different kinds: its environment has one alone."
     starts = [{k: env[k] for k in VARIATIONS if k in env} for env in played]
     for part,start in zip(parts, starts):
-        if start != starts[0]: raise ValueError(f"{prompt!r} was recorded with {starts[0] or 'the usual starts'} in {parts[0]['path']} and with "
-                                                f"{start or 'the usual starts'} in {part['path']}; make a stream of each kind")
+        if start != starts[0]:
+            raise ValueError(
+                f"{prompt!r} was recorded with {starts[0] or 'the usual starts'} in {parts[0]['path']} and with "
+                f"{start or 'the usual starts'} in {part['path']}; make a stream of each kind")
 
 def _played(path)->dict:
-    "What a recording of this project's says of its environment beyond the task: step limit, variation, how it was drawn."
+    "What a recording of this project's says of its environment beyond the task: step limit, variation, protocol."
     env = (own_note(path) or {}).get("env", {})
     return {k: v for k,v in env.items() if k not in ("kind", "suite", "name", "task_id", "prompt", "cameras")}
 
@@ -301,5 +304,7 @@ def _unique(tasks):
     ids = [o.id for o in tasks]
     if twice := [o for o in tasks if ids.count(o.id) > 1]:
         said = [o.prompt for o in twice if o.id == twice[0].id]
-        raise ValueError(f"the instructions {said} are one LIBERO task; write them alike in the data sets, and read them with partition 'by_task_index'")
+        raise ValueError(
+            f"the instructions {said} are one LIBERO task; write them alike in the data sets, and read them with "
+            "partition 'by_task_index'")
     return tasks

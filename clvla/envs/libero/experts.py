@@ -68,6 +68,7 @@ def drop_in(
     yield from hold(world, 8, OPEN, R)
     yield from go(world, world.hand + .10*UP, R, OPEN, near=.02)
 
+# %% ../../../nbs/envs/libero/07_experts.ipynb #aeb5a88e
 def put(
     world:World,
     name:str,     # what to move
@@ -106,6 +107,7 @@ def achieve(world, goals, verb, name, where=None):
     if verb == "in" and site.joints and not world.is_true(["open", where]): yield from open_drawer(world, where)
     yield from put(world, name, where, verb == "in", goals)
 
+# %% ../../../nbs/envs/libero/07_experts.ipynb #52c3b616
 def solve(
     domain,       # robosuite's environment, reset and settled
     suite:str,    # not needed: the goal says it all

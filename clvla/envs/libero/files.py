@@ -90,6 +90,7 @@ def _members(archive):
         with tarfile.open(archive, "r|*") as t:
             for m in t: yield m.name, m.size, m.isreg() or m.isdir(), functools.partial(t.extract, m, filter="data")
 
+# %% ../../../nbs/envs/libero/01_files.ipynb #9f3881a6
 def unpack(
     archive:Path, # tar, tar.xz, tar.gz, tar.bz2 or zip
     to:Path       # a folder, made here

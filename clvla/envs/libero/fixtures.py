@@ -49,6 +49,7 @@ def open_drawer(
     yield from go(world, world.hand + .08*out + .03*UP, R, OPEN, near=.03)
     yield from go(world, world.hand + .12*UP, DOWN, OPEN, near=.04, askew=.5)
 
+# %% ../../../nbs/envs/libero/06_fixtures.ipynb #ee980f56
 def close_drawer(
     world:World,
     name:str,       # a drawer's region

@@ -58,10 +58,12 @@ class Libero(Kind):
     n_starts = N_STATES
     hints = NO_SUITE
     messages = dict(params=dict(quat_no_antipodal=True, env_seed=0), state=(8, "eef_pos3_axisangle3_gripper2"),
-                    action=dict(position=(3, "delta_xyz"), rotation=(3, "axis_angle"), gripper=(1, "binary_close_positive")))
+                    action=dict(position=(3, "delta_xyz"), rotation=(3, "axis_angle"),
+                                gripper=(1, "binary_close_positive")))
 
     def streams(self)->dict: return _streams()
-    def starts_of(self, spec): return None if VARIATIONS.keys() & spec.keys() else self.n_starts   # a variation draws them all
+    def starts_of(self, spec):   # a variation draws them all
+        return None if VARIATIONS.keys() & spec.keys() else self.n_starts
     def files(self): return f"assets in {located()}"
 
     def adopt(self, tasks, options):
@@ -70,7 +72,9 @@ class Libero(Kind):
     def identity(self, spec):
         return dict(assets=assets_id(libero_root(), folder_of(spec.get("protocol"), spec.get("visuals"))))
 
-    def perturbs(self, spec): return tuple(name for name in super().perturbs(spec) if name != "distractors" or spec.get("protocol") != "published")
+    def perturbs(self, spec):
+        published = spec.get("protocol") == "published"
+        return tuple(name for name in super().perturbs(spec) if name != "distractors" or not published)
     def check_spec(self, spec, where="an environment"): return check_variation(super().check_spec(spec, where), where)
 
     def folder(self, spec):

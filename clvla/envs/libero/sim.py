@@ -194,6 +194,7 @@ def reset(self:LiberoSim,
         self.step(NOOP)
     self.watch = True
 
+# %% ../../../nbs/envs/libero/04_sim.ipynb #daa09970
 @patch
 def _place(self:LiberoSim, hard):
     "robosuite's reset; LIBERO's sampler may fail to find places for everything, and is then asked again."

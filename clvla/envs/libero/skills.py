@@ -109,6 +109,7 @@ def bounds(world, what):
     points = boxes(world, what).reshape(-1, 3)
     return points.min(0),points.max(0)
 
+# %% ../../../nbs/envs/libero/05_skills.ipynb #19368457
 def grains(
     corners:np.ndarray, # (n,8,3) boxes
     fine:float=.015     # metres between points
@@ -191,6 +192,7 @@ def rim_of(world, name):
     c = (rim.min(0) + rim.max(0))/2
     return c[:2],np.linalg.norm(rim[:, :2] - c[:2], axis=1).mean(),top
 
+# %% ../../../nbs/envs/libero/05_skills.ipynb #80938b98
 def grip_rim(
     world:World,
     name:str,
@@ -238,6 +240,7 @@ def go(
         if off < near and bent < askew or stuck > 8: return
         yield towards(world, p, R, grip, speed)
 
+# %% ../../../nbs/envs/libero/05_skills.ipynb #272555e6
 def hold(
     world:World,
     steps:int,

@@ -67,6 +67,7 @@ CW10 = ("hammer", "push-wall", "faucet-close", "push-back", "stick-pull", "handl
 MT10 = ("reach", "push", "pick-place", "door-open", "drawer-open", "drawer-close", "button-press-topdown",
         "peg-insert-side", "window-open", "window-close")
 
+# %% ../../../nbs/envs/metaworld/00_tasks.ipynb #e2278e15
 def metaworld_task(
     name:str # key of `MT50`, `BUTTONS` or `HALFWAY`
 )->Task:
@@ -83,6 +84,7 @@ def metaworld_task(
     env = dict(kind="metaworld", name=f"{name}-v3", max_steps=150 if name in NARROW10 else max(150, 2*length))
     return Task(name, f"{name}-v3", text, env, demos)
 
+# %% ../../../nbs/envs/metaworld/00_tasks.ipynb #ea6c91e0
 def _stream(name, ids, **kw): return Stream(name, tuple(map(metaworld_task, ids)), **kw)
 
 STREAMS = dict(mw5=_stream("mw5", MW5), mw10=_stream("mw10", MW10), mw5_narrow=_stream("mw5_narrow", NARROW5),

@@ -90,11 +90,14 @@ def cameras_of(
         if h != w and not config.image_size:
             raise ValueError(f"{k} is {h}x{w} pixels, and clvla's policies read squares; set --policy.image_size, as "
                              "in --policy.image_size=96")
-        found[k] = (k if k.startswith(IMAGES) else IMAGE, config.image_size or h)
+        ours = k if k.startswith(IMAGES) else IMAGE
+        pixels = config.image_size or h
+        found[k] = ours,pixels
     if len({ours for ours,_ in found.values()}) < len(found):
         raise ValueError(f"pictures {list(found)} are both the main camera; rename one with --rename_map")
     return found
 
+# %% ../../../nbs/run/18_lerobot.ipynb #c52282ac
 def snapped(
     action:torch.Tensor, # (...,A), normalised
     axes:list            # of A
@@ -141,7 +144,8 @@ class ClvlaPolicy(PreTrainedPolicy):
 
     def reset(self): self.waiting = deque(maxlen=self.config.n_action_steps)
 
-    def get_optim_params(self): return param_groups(self.policy, self.config.lr, self.config.weight_decay, self.policy.lr_of(self.config.lr))
+    def get_optim_params(self):
+        return param_groups(self.policy, self.config.lr, self.config.weight_decay, self.policy.lr_of(self.config.lr))
 
     def inputs(self, batch:dict)->dict:
         "What clvla's policy is given."
@@ -272,7 +276,7 @@ def own_folder(
 
 # %% ../../../nbs/run/18_lerobot.ipynb #7a55e004
 def guard_steps():
-    "Stored processors name registered steps and LeRobot's own classes; a step from anywhere else is refused unimported."
+    "Stored processors name registered steps and LeRobot's own classes; a step from elsewhere is refused unimported."
     lookup = DataProcessorPipeline._resolve_step_class.__func__
     if lookup.__name__ == "guarded": return   # this page was imported before
     def guarded(cls, entry):
