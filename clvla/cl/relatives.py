@@ -133,6 +133,7 @@ def write(policy, rows:dict, classes):
     "Write the rows of some classes; the last number of a row is the bias."
     for c in classes: last(policy).weight[c],last(policy).bias[c] = rows[c][:-1],rows[c][-1]
 
+# %% ../../nbs/cl/36_relatives.ipynb #4b78ec91
 class CWR(CLAlgorithm):
     "Rows (weights and bias) of the last layer for each class; the rest is frozen after the first task (eq. 4)."
     def __init__(self): self.rows,self.n,self.now = {},{},{}   # class -> row; samples so far; samples of this task

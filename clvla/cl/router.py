@@ -72,6 +72,7 @@ def covered(
     if reads == "picture": return seen | {PROMPT: [COVER]*batch_size(seen)}
     return seen | {k: torch.full_like(v, 127) for k,v in seen.items() if k.startswith(IMAGES)}
 
+# %% ../../nbs/cl/30_router.ipynb #cf0e80fc
 def check_reads(
     obs:dict, # a batch, or an observation
     reads:str # one of `READS`

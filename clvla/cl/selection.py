@@ -139,6 +139,7 @@ selections = Registry("selection",
     loss=lambda frames, n, rng: (-frames.losses()).argsort(kind="stable")[:n],
     gradient=lambda frames, n, rng: k_center(frames.directions(), n))
 
+# %% ../../nbs/cl/27_selection.ipynb #2c6bcbac
 def select(
     name:str, # a key of `selections`
     frames:TaskFrames,

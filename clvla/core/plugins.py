@@ -103,6 +103,7 @@ def load_plugins(
             _loaded[str(path)] = _load_file(path)
         elif name not in _loaded: _loaded[name] = _load_module(name)
 
+# %% ../../nbs/core/07_plugins.ipynb #05efbfd0
 def _check_stems(names):
     "ValueError for two different files of one name, of which the second would be taken for a newer version of the first."
     there = {}
