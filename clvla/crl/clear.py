@@ -142,6 +142,7 @@ def check_whole(horizon:int, n_envs:int, exp):
         f"the longest task has {longest} steps, and a rollout that is kept takes {n_envs} x {horizon} (n_envs, horizon), so nothing "
         "would be remembered; give more steps, or a shorter horizon")
 
+# %% ../../nbs/crl/05_clear.ipynb #be435097
 @patch
 def check(self:CLEAR, exp, spaces):
     "ValueError for a memory larger than the machine's, or one that would stay empty."
@@ -159,6 +160,7 @@ def build(self:CLEAR, exp, spaces, device="cpu"):
     file = UnrollFile(Path(self.home)/"unrolls.bin", self.memory.most, self.keep)
     self.memory = Unrolls(self.frames, self.horizon, self.seed, file)
 
+# %% ../../nbs/crl/05_clear.ipynb #8693cfd6
 @patch
 def about(self:CLEAR)->list:
     "What the memory takes."

@@ -78,6 +78,7 @@ def check_alone(cfg:AgentConfig)->AgentConfig:
     check_machine(cfg)
     return cfg
 
+# %% ../../nbs/crl/08_config.ipynb #ab8ad36e
 def told(cfg:AgentConfig)->AgentConfig:
     "Whether the agent is told its task: as given, or as CORA's experiments and others do."
     named = isinstance(cfg.suite, str) and cfg.suite in specs
@@ -116,6 +117,7 @@ def smaller(cfg:AgentConfig)->AgentConfig:
         few["horizon"] = min(few["horizon"], max(1, small["steps_per_task"]//few["n_envs"]))
     return replace(cfg, **small, suite=smoke_suite(cfg), algo_kw=cfg.algo_kw | few)
 
+# %% ../../nbs/crl/08_config.ipynb #fe7174d9
 def few_envs(cfg:AgentConfig)->int:
     "The fewest environments, from those of `SMOKE_AGENT` on, that its actors can share and of which something is replayed."
     actors = cfg.runner_kw.get("n_actors", 4) if "n_actors" in settings_of(runners[cfg.runner]) else 1
@@ -126,6 +128,7 @@ def few_envs(cfg:AgentConfig)->int:
     works = lambda n: n%actors == 0 and (not replay or round(replay*n))
     return next((n for n in range(min(least, given), given) if works(n)), given)
 
+# %% ../../nbs/crl/08_config.ipynb #f893d1f4
 def smoke_suite(cfg:AgentConfig):
     "Two of the tasks that are trained, with their pairs, and episodes of `SMOKE_STEPS` steps at most."
     # ValueError for one that cannot be made

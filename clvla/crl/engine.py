@@ -82,6 +82,7 @@ def hear(self:Workers, ids)->tuple:   # image, state vector
     ids = list(ids)
     return self.image[ids],self.vector[ids]
 
+# %% ../../nbs/crl/13_engine.ipynb #261345c2
 @patch
 def take(self:Workers, e:int, result):
     "Keep what is new; ValueError when an episode that is played again comes to another place."
@@ -163,6 +164,7 @@ def load_state_dict(self:EngineLanes, state:dict):
             f"its {len(self.actions)} "
             "steps were repeated; the engine has changed. Start in a new run_dir")
 
+# %% ../../nbs/crl/13_engine.ipynb #a0fcd4a7
 @patch
 def place(self:EngineLanes)->tuple:   # of each environment: number of the part, checksum of what all saw last
     "What [actors](19_crew.ipynb) tell of where they stand."

@@ -224,6 +224,7 @@ def checksum_of(*arrays)->int:
     "A number that tells observations apart: of their bytes, one array behind the other."
     return zlib.crc32(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
 
+# %% ../../nbs/crl/10_runner.ipynb #80fb939e
 @patch
 def place(self:Lanes)->tuple:   # of each lane: number of its episode, checksum of what it saw last
     "What [actors](19_crew.ipynb) tell of where they stand."
@@ -236,6 +237,7 @@ def state_dict(self:Lanes)->dict:
     return dict(episode=episode, actions=[list(a) for a in self.actions], seen=seen,
                 finished=[dict(f) for f in self.finished])
 
+# %% ../../nbs/crl/10_runner.ipynb #596ca31d
 @patch
 def load_state_dict(self:Lanes, state:dict):
     "Play every lane's episode again up to where it was; ValueError when it comes to another place."

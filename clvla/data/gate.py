@@ -180,6 +180,7 @@ def marked_depth(feature:dict)->bool:
     notes = [d for k in ("info", "video_info") if isinstance(d := feature.get(k), dict)]
     return any(d.get(k) is True for d in notes for k in ("is_depth_map", "video.is_depth_map"))
 
+# %% ../../nbs/data/11_gate.ipynb #a63c00b4
 def check_size(
     at,           # column and file, for the message
     feature:dict, # of info.json

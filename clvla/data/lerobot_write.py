@@ -104,6 +104,7 @@ def decode_image(
             "meta/info.json says; a camera has one size in a data set")
     return x if size is None else squeezed(x, size)
 
+# %% ../../nbs/data/06_lerobot_write.ipynb #03d3656e
 def squeezed(
     picture:np.ndarray, # (h,w,3) uint8
     n:int               # pixels

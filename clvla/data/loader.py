@@ -74,6 +74,7 @@ def _processed(self:TaskData, raw:dict)->dict:
     batch = self.processor(raw)
     return batch if self.prepare is None else self.prepare(batch)
 
+# %% ../../nbs/data/03_loader.ipynb #53a0edee
 @patch
 def fetch_refs(self:TaskData,
     refs:list # of (task id, frame number), of any tasks in any order

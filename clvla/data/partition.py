@@ -103,6 +103,7 @@ def slug(text:str, taken)->str:
     if len(base) > LONGEST: base = f"{base[:LONGEST-9]}-{sha256(text.encode()).hexdigest()[:8]}"
     return next(i for i in (base, *(f"{base}-{k}" for k in range(2, 10_000))) if i not in taken)
 
+# %% ../../nbs/data/04_partition.ipynb #8166930a
 def each_once(paths:list)->list:
     "The folders; ValueError for one that is there twice, perhaps under two names: its frames would count twice."
     known = {}
@@ -125,6 +126,7 @@ def by_task_index(paths:list)->list:
         tasks[i] = Task(i, i, text, None, dict(kind="lerobot", parts=of_text))
     return list(tasks.values())
 
+# %% ../../nbs/data/04_partition.ipynb #0cc6b191
 def by_dataset(paths:list)->list:
     "One task per data set, whatever instructions it holds; each frame keeps its own instruction."
     tasks = {}

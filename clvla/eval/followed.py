@@ -165,6 +165,7 @@ class Followed:
         tests = [{k: None if isinstance(v, float) and isnan(v) else v for k,v in asdict(t).items()} for t in self.tests]
         return dict(plan=self.plan, followed=not self.deviations, deviations=self.deviations, tests=tests, besides=self.besides, unsaid=self.unsaid)
 
+# %% ../../nbs/eval/14_followed.ipynb #ce9518d4
 def plan_sentence(plan:dict)->str:
     "A plan in a line."
     return (f"{brief('plan', plan)}: {plan['endpoint']} of {', '.join(plan['methods'])} against {plan['baseline']}, seeds {', '.join(map(str, plan['seeds']))}, "
@@ -200,6 +201,7 @@ def planned_tests(
                 else Planned(name, 0, *[float("nan")]*4))
     return decide(plan, [one(name) for name in plan["methods"]])
 
+# %% ../../nbs/eval/14_followed.ipynb #895d0318
 def follow_runs(
     plan:dict,     # checked
     groups:dict,   # label -> runs, which may differ in `FREE`

@@ -92,6 +92,7 @@ def _unpacked(x, depth:int=0):
     if x is None or isinstance(x, (bool, int, float, str)): return x
     raise ValueError(f"a message holds a {type(x).__name__}, expected numbers, texts, lists, dicts and arrays")
 
+# %% ../../nbs/eval/15_messages.ipynb #ffca7ec0
 def unpack(data:bytes)->dict: # type, payload, seq, timestamp
     "Read a message; ValueError for bytes that are none."
     require("msgpack", "served")

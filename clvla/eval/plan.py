@@ -61,6 +61,7 @@ def seeds_of(
         raise ValueError(f"{at}: seeds is {said!r}, expected different whole numbers from 0, at least one")
     return sorted(said)
 
+# %% ../../nbs/eval/13_plan.ipynb #cdaa2bb0
 def _check_names(plan:dict, at:str):
     "ValueError for a metric, a test or a method that is none."
     if plan["endpoint"] not in metrics:
@@ -99,6 +100,7 @@ def read_plan(
         raise ValueError(f"plan {path}: {twice[0]} is there twice; give it once")
     return check_plan(said, f"plan {path}")
 
+# %% ../../nbs/eval/13_plan.ipynb #52e26eae
 def planned(
     cfg,    # a config with `plan`
     run=None # config of the training; None: the same

@@ -37,6 +37,7 @@ def _cell_hover(k, n)->str:
     low,high = wilson(k, n)
     return f"{k:g} of {n:g} = {100*k/n:.1f} %<br>95 % interval {100*low:.1f} to {100*high:.1f} %"
 
+# %% ../../nbs/eval/07_plots.ipynb #d57b6d26
 def heatmap(
     m:SuccessMatrix,
     title:str="Success on each task (columns) after each stage (rows)"

@@ -73,6 +73,7 @@ def of_episodes(name:str, form:str, rows:pd.DataFrame)->Results:
         lacks.append(f"its episodes come from {seeds} seeds and are counted as those of one policy")
     return Results(name, form, counts, rows, lacks)
 
+# %% ../../nbs/eval/11_results.ipynb #d7383f18
 def of_counts(name:str, form:str, counts:pd.DataFrame)->Results:
     "Results from counts; ValueError for counts that no trials can give."
     counts = counts.assign(**{c: pd.to_numeric(counts[c], errors="coerce").astype(float) for c in ("k", "n")})
@@ -203,6 +204,7 @@ def lines_of_openvla(text:str):
     for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():   # without colours
         if m := LINE.fullmatch(line.strip()): yield m[1].strip(":"),m[2].removesuffix("...")
 
+# %% ../../nbs/eval/11_results.ipynb #9f111757
 def rows_of_openvla(name:str, lines)->list:
     "Episodes from such lines; ValueError where they are not those that the text counts."
     rows,task,number,nth = [],None,None,{}

@@ -140,6 +140,7 @@ def policy_arguments(
     if n_actions is not None: kw.setdefault("n_actions", n_actions)
     return config | kw
 
+# %% ../../nbs/policies/09_all.ipynb #2be952bc
 def check_norm(
     name:str,   # of a policy, for the message
     norm:str,   # action_norm of a run; "": not decided yet

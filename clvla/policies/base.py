@@ -70,6 +70,7 @@ def use_tf32(
     cuda.allow_tf32,cudnn.allow_tf32 = products,products if convolutions is None else convolutions
     return before
 
+# %% ../../nbs/policies/00_base.ipynb #6f5e6f95
 @contextmanager
 def computing_in(
     device:torch.device,
@@ -250,6 +251,7 @@ def check_count(
     raise ValueError(f"policy {who}: {name} is {value!r}, expected a {kind} from {least} to {most}; correct {name} "
                      "(model_kw of a run)")
 
+# %% ../../nbs/policies/00_base.ipynb #9cf45ef6
 @patch(cls_method=True)
 def check(cls:Policy,
     **config # arguments of the class

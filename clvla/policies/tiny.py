@@ -172,6 +172,7 @@ def parts(self:Tiny,
     "What each encoder makes of observations."
     return _encoded(self, obs)[1]
 
+# %% ../../nbs/policies/02_tiny.ipynb #b1232ec0
 def embed(
     policy:Tiny,
     obs:dict # as `parts` takes it

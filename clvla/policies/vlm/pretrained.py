@@ -247,6 +247,7 @@ def tokenizer(self:Folder):
         raise ValueError(f"the tokenizer in {self.path} has no padding token; add pad_token to tokenizer_config.json")
     return t
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #be58fb0a
 @patch
 def colours(self:Folder)->tuple: # mean and deviation of each colour
     "What the folder's image processor subtracts and divides by; ValueError for one that works otherwise."
@@ -264,6 +265,7 @@ def colours(self:Folder)->tuple: # mean and deviation of each colour
             raise ValueError(f"{file}: {k} is {d[k]!r}, and this family prepares pictures with {v!r}; {AGAIN}")
     return tuple(map(tuple, three))
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #2f254bcf
 @patch
 def source(self:Folder)->dict: # path, sha256
     "Where the folder is, and one hash of its weights, configuration, tokenizer and colours."
@@ -295,6 +297,7 @@ def check_settings(
         raise ValueError(f"policy {who}: freeze is {freeze!r}, expected a list of the trunk's modules, as in "
                          f"[{stock.eye if stock else 'visual'!r}]")
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #642097e5
 def check_modules(
     who:str,        # the policy's name, for the message
     names,          # paths of modules

@@ -345,6 +345,7 @@ def check(cls:VLM, **config)->dict:
         check_modules(cls.__name__, config["freeze"], model)
     return config
 
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #9ba0131c
 @patch(cls_method=True)
 def largest_rank(cls:VLM, **config)->int:
     "The smaller side of the widest layer: of the text model's, or of the vision tower's merger."
