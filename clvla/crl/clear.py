@@ -59,24 +59,28 @@ class Unrolls:
         if len(rollout["reward"]) < self.horizon: return
         for unroll in unrolls_of(rollout): self.offer(torch.rand((), generator=self.rng).item(), unroll)
 
-    def offer(self, key:float, unroll:dict):
-        "Keep an unroll, unless there are enough with larger keys."
-        if len(self) < self.most:
-            self.items.append(unroll)
-            self.keys.append(key)
-            return
-        if len(self.heap) != len(self):   # full for the first time, or loaded
-            self.heap = [(k, place) for place,k in enumerate(self.keys)]
-            heapq.heapify(self.heap)
-        least,place = self.heap[0]
-        if key <= least: return
-        self.items[place] = unroll
-        self.keys[place] = key
-        heapq.heapreplace(self.heap, (key, place))
+# %% ../../nbs/crl/05_clear.ipynb #b3adae4e
+@patch
+def offer(self:Unrolls, key:float, unroll:dict):
+    "Keep an unroll, unless there are enough with larger keys."
+    if len(self) < self.most:
+        self.items.append(unroll)
+        self.keys.append(key)
+        return
+    if len(self.heap) != len(self):   # full for the first time, or loaded
+        self.heap = [(k, place) for place,k in enumerate(self.keys)]
+        heapq.heapify(self.heap)
+    least,place = self.heap[0]
+    if key <= least: return
+    self.items[place] = unroll
+    self.keys[place] = key
+    heapq.heapreplace(self.heap, (key, place))
 
-    def draw(self, n:int)->dict:   # rollout of `n` unrolls, each at most once
-        chosen = torch.randperm(len(self), generator=self.rng)[:n].tolist()
-        return rollout_of([self.items[k] for k in chosen])
+@patch
+def draw(self:Unrolls, n:int)->dict:   # rollout of `n` unrolls, each at most once
+    "Some of the unrolls, each equally likely."
+    chosen = torch.randperm(len(self), generator=self.rng)[:n].tolist()
+    return rollout_of([self.items[k] for k in chosen])
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500s02
 @patch

@@ -283,20 +283,22 @@ class Examiner:
             records += self.task(agent, task_id, within)
         return records
 
-    def task(self, agent, task_id:str, within=None)->list:   # as `play`
-        "All episodes of one task."
-        draws,records = torch_rng(self.seed, "evaluation", task_id),[]
-        trials = [self.first+k for k in range(self.n_trials)]
-        with within(task_id) if within else nullcontext():
-            for first in range(0, self.n_trials, self.GROUP):
-                records += self.group(agent, task_id, trials[first:first+self.GROUP], draws)
-        return records
-
     def first_of(self, engine, trials:list)->tuple: return engine.begin(range(len(trials)), trials)
     def done_with(self, engine): pass   # it is used again
     def close(self):
         for engine in self.engines.values(): engine.close()
         self.engines = {}
+
+# %% ../../nbs/crl/10_runner.ipynb #c20890b8
+@patch
+def task(self:Examiner, agent, task_id:str, within=None)->list:   # as `play`
+    "All episodes of one task."
+    draws,records = torch_rng(self.seed, "evaluation", task_id),[]
+    trials = [self.first+k for k in range(self.n_trials)]
+    with within(task_id) if within else nullcontext():
+        for first in range(0, self.n_trials, self.GROUP):
+            records += self.group(agent, task_id, trials[first:first+self.GROUP], draws)
+    return records
 
 # %% ../../nbs/crl/10_runner.ipynb #c7a10010
 @patch
