@@ -132,7 +132,7 @@ def approve(
     folder,   # of a run
     code:list # lines, as of `code_of`
 ):
-    "Allow code of a folder in this process and in those that it starts; the environment carries the word, no file does."
+    "Allow code of a folder in this process and in those that it starts, by the environment and not by a file."
     approved,home = json.loads(os.environ.get(APPROVED, "{}")),str(Path(folder).resolve())
     if code: os.environ[APPROVED] = json.dumps(approved | {home: sorted({*code, *approved.get(home, [])})})
 

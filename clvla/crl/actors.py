@@ -148,7 +148,10 @@ def copy_settings(self:Parallel, agent, E:int)->dict:
     return of_agent | dict(spaces=asdict(agent.spaces), E=E, engine=self.engine)
 
 @patch
-def make_crew(self:Parallel, agent, cfg:dict): return Crew(agent, cfg, self.n_actors, max(1, self.ahead), **self.faults)
+def make_crew(self:Parallel, agent, cfg:dict):
+    "The processes of the actors."
+    return Crew(agent, cfg, self.n_actors, max(1, self.ahead), **self.faults)
+
 @patch
 def close(self:Parallel):
     "End the actors."

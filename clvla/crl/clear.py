@@ -137,13 +137,15 @@ def check_fits(frames:int, spaces, instead:str):
     "ValueError for a memory larger than the machine's."
     there = os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
     if frames*frame_bytes(spaces) > there:
-        raise ValueError(f"the memory of {size_text(frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; {instead}")
+        raise ValueError(
+            f"the memory of {size_text(frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; {instead}")
 
 def check_whole(horizon:int, n_envs:int, exp):
     "ValueError where each stage ends before its first rollout is whole: shorter ones are not kept."
     longest = max(stage.steps for stage in exp.stages)
     if -(-longest//n_envs) < horizon: raise ValueError(
-        f"the longest task has {longest} steps, and a rollout that is kept takes {n_envs} x {horizon} (n_envs, horizon), so nothing "
+        f"the longest task has {longest} steps, and a rollout that is kept takes {n_envs} x {horizon} (n_envs, "
+        f"horizon), so nothing "
         "would be remembered; give more steps, or a shorter horizon")
 
 # %% ../../nbs/crl/05_clear.ipynb #be435097
@@ -152,7 +154,8 @@ def check(self:CLEAR, exp, spaces):
     "ValueError for a memory larger than the machine's, or one that would stay empty."
     IMPALA.check(self, exp, spaces)
     if exp and self.replay: check_whole(self.horizon, self.n_envs, exp)
-    if not self.file: check_fits(self.frames, spaces, "set file=True, which puts it into the run's folder, or keep fewer frames")
+    if not self.file:
+        check_fits(self.frames, spaces, "set file=True, which puts it into the run's folder, or keep fewer frames")
 
 @patch
 def build(self:CLEAR, exp, spaces, device="cpu"):
@@ -226,4 +229,6 @@ def load_state_dict(self:CLEAR, state:dict):
     self.memory.load_state_dict(state["memory"])
 
 @patch
-def load_acting(self:CLEAR, state:dict): IMPALA.load_state_dict(self, state)   # without the memory, whose file a run may be writing
+def load_acting(self:CLEAR, state:dict):
+    "Load the networks and not the memory, whose file a run may be writing."
+    IMPALA.load_state_dict(self, state)

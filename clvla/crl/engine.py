@@ -171,7 +171,7 @@ def place(self:EngineLanes)->tuple:   # of each environment: number of the part,
     return [self.part]*self.n,[checksum_of(self.image, self.vector)]*self.n
 
 @patch
-def go_to(self:EngineLanes, start:dict):   # episode, actions and seen, as of `Lanes`; the part stands in the episode's place
+def go_to(self:EngineLanes, start:dict):   # as of `Lanes`; the part stands in the episode's place
     "Play a part again up to where an actor's environments stand."
     actions = torch.tensor(start["actions"], dtype=torch.float32 if self.view.box else torch.uint8).transpose(0, 1)
     self.load_state_dict(dict(part=start["episode"][0], actions=actions, seen=start["seen"][0], finished=[]))

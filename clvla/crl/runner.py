@@ -274,7 +274,7 @@ class Examiner:
     def play(self,
         agent,                # an `Agent`
         on_task=lambda: None, # called before each task
-        within=None           # context manager around a task's episodes, made from its id, as `eval_policy` of an algorithm
+        within=None           # context manager around a task's episodes, made from its id, as `eval_policy`
     )->list:                  # dicts: task, trial, reward, steps, success
         "All episodes of all tasks."
         records = []

@@ -93,7 +93,8 @@ class Film:
     codec:str
 
     @property
-    def is_deep(self)->bool: return re.fullmatch(r"gray(9|1\d)..", self.pixels) is not None   # more than 8 bits of grey: depth
+    def is_deep(self)->bool:   # more than 8 bits of grey: depth
+        return re.fullmatch(r"gray(9|1\d)..", self.pixels) is not None
 
 # %% ../../nbs/data/11_gate.ipynb #5da94ec7
 def read_film(file)->Film:

@@ -62,7 +62,7 @@ def _open(data:bytes, where):
 def picture_file(
     where # what is being read, for the message
 ):
-    "Turn what a damaged picture file makes PIL raise into a ValueError that names it; a refused form keeps its sentence."
+    "Turn what PIL raises for a damaged file into a ValueError that names it; a refused form keeps its sentence."
     try: yield
     except ValueError: raise
     except Exception as e:

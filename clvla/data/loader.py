@@ -42,7 +42,7 @@ class TaskData:
         return self.stores[task_id]
 
     def n_frames(self, task_id:str)->int: return len(self.store(task_id))
-    def episodes(self, task_id:str)->np.ndarray: return self.store(task_id).episode   # (N,) episode of each frame, from 0
+    def episodes(self, task_id:str)->np.ndarray: return self.store(task_id).episode   # (N,) of each frame, from 0
 
     def actions(self, task_id:str)->np.ndarray:
         "(N,A) action of each frame as it was recorded; of discrete ones 1 for the chosen one and 0 elsewhere."

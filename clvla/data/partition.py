@@ -109,7 +109,9 @@ def each_once(paths:list)->list:
     known = {}
     for path in paths:
         whole = os.path.realpath(path)
-        if whole in known: raise ValueError(f"data set {path} is named twice (before as {known[whole]}), and its frames would count twice; "
+        if whole in known:
+            raise ValueError(
+                f"data set {path} is named twice (before as {known[whole]}), and its frames would count twice; "
                                             "name it once")
         known[whole] = path
     return paths

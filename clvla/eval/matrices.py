@@ -159,7 +159,7 @@ def intervals(
 
 # %% ../../nbs/eval/17_matrices.ipynb #b41c07d4
 def aligned(matrices:list)->list: # of `Matrix`
-    "The same matrices; those with single results have one order of tasks and initial states, so that equal weights fall on equal ones."
+    "The same matrices; single results get one order of tasks and initial states, so that weights fall on equal ones."
     singles = [x.out for x in matrices if x.out is not None]
     if not singles: return matrices
     order,trials = list(singles[0].matrix.task_ids),sorted({i for out in singles for i in out.trials})

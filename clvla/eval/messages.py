@@ -125,7 +125,8 @@ def action_of(
     if isinstance(action, list) and all(type(x) in (int, float) for x in action): action = np.array(action, float)
     if not isinstance(action, np.ndarray) or action.dtype.kind not in "fiu":
         raise ValueError(
-            f"its answer has {plain(', '.join(map(str, payload)), 200) or 'nothing'}, expected 'actions', {dim} numbers")
+            f"its answer has {plain(', '.join(map(str, payload)), 200) or 'nothing'}, "
+            f"expected 'actions', {dim} numbers")
     if action.shape == (1, dim): action = action[0]
     if action.ndim == 2:
         raise ValueError(

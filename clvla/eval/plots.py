@@ -93,7 +93,9 @@ NAMED = dict(blue=PALETTE[0], red=PALETTE[1], green=PALETTE[2], purple=PALETTE[3
              black=(30, 30, 30),
              white=(200, 200, 200))
 
-def css(rgb, alpha:float=1.)->str: return f"rgba({','.join(map(str, rgb))},{alpha:g})"   # a colour as plotly takes it
+def css(rgb, alpha:float=1.)->str:
+    "A colour as plotly takes it."
+    return f"rgba({','.join(map(str, rgb))},{alpha:g})"
 
 def task_colors(
     names # of tasks

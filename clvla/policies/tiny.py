@@ -141,6 +141,7 @@ class Tiny(Policy):
 # %% ../../nbs/policies/02_tiny.ipynb #f75bf224
 @patch(cls_method=True)
 def check(cls:Tiny, **config):
+    "As of every policy, and the sizes of the transformer; builds nothing."
     config = super(Tiny, cls).check(**config)
     check_count(cls.__name__, "D", config["D"], least=4, multiple=4) # the attention has 4 heads
     for k,least in dict(n_blocks=1, max_words=1, n_rows=2).items(): check_count(cls.__name__, k, config[k], least)

@@ -85,6 +85,7 @@ class Denoising(LeRobot):
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #ce11005c
 @patch
 def chunks(self:Denoising, obs, n, noise):
+    "Chunks, denoised step by step by LeRobot's scheduler."
     seen,scheduler = self.see(self.inputs(obs)).repeat_interleave(n, 0),self.denoiser.noise_scheduler
     x = noise.reshape(-1, self.H, self.A)
     scheduler.set_timesteps(self.denoiser.num_inference_steps)

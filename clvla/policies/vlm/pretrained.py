@@ -21,7 +21,9 @@ from torch import nn
 from ...core.files import json_text, read_json, reading, sha256 as file_sha256
 from ...core.names import closest
 from ...core.state import header_error
-from .attention import ATTENTIONS, FLASH, FollowDevice, choose_attention, flash_trouble, refuse_cpu, watch_attention   # other pages take them from here
+# other pages take these from here
+from .attention import (ATTENTIONS, FLASH, FollowDevice, choose_attention, flash_trouble, refuse_cpu,
+                                          watch_attention)
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000008
 @dataclass(frozen=True, kw_only=True)

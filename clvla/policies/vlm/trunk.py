@@ -214,17 +214,33 @@ def _set_up(self:VLM, folder:Folder|None):
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #74178004
 @patch(cls_method=True)
-def n_tokens(cls:VLM, sides:dict)->int: return sum(g*g for g in sides.values()) # that pictures take in the row
+def n_tokens(cls:VLM, sides:dict)->int:
+    "Tokens that the pictures take in the row."
+    return sum(g*g for g in sides.values())
+
 @patch(cls_method=True)
-def pictures_of(cls:VLM, vision:dict)->tuple: return vision["image_size"], # sizes that a folder's model takes
+def pictures_of(cls:VLM, vision:dict)->tuple:
+    "Sizes of pictures that a folder's model takes."
+    return vision["image_size"],
+
 @patch
-def prompt_ids(self:VLM, text): return tuple(self.chat.words(text))
+def prompt_ids(self:VLM, text):
+    "The tokens of an instruction."
+    return tuple(self.chat.words(text))
+
 @patch
-def pretrained(self:VLM): return ["vlm."] if self.shape.pretrained else []
+def pretrained(self:VLM):
+    "Prefixes of the weights that were trained before."
+    return ["vlm."] if self.shape.pretrained else []
+
 @patch
-def lr_of(self:VLM, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
+def lr_of(self:VLM, lr):
+    "A tenth of the learning rate for a trunk that was trained before."
+    return {"vlm": lr/10} if self.shape.pretrained else {}
+
 @patch
 def lora_targets(self:VLM):
+    "Layers that get adapters: none in the modules of `freeze`."
     kept = tuple(f"vlm.{name}." for name in self.config.get("freeze", ()))
     return [n for n in super(VLM, self).lora_targets() if not f"{n}.".startswith(kept)]
 
