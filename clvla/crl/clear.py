@@ -145,8 +145,7 @@ def check_whole(horizon:int, n_envs:int, exp):
     longest = max(stage.steps for stage in exp.stages)
     if -(-longest//n_envs) < horizon: raise ValueError(
         f"the longest task has {longest} steps, and a rollout that is kept takes {n_envs} x {horizon} (n_envs, "
-        f"horizon), so nothing "
-        "would be remembered; give more steps, or a shorter horizon")
+        "horizon), so nothing would be remembered; give more steps, or a shorter horizon")
 
 # %% ../../nbs/crl/05_clear.ipynb #be435097
 @patch

@@ -95,9 +95,8 @@ def take(self:Workers, e:int, result):
     other = checksum_of(image, vector) != checksum_of(self.image[e], self.vector[e])
     if ended and self.done[e] < self.known[e] or self.done[e] == self.known[e] and other: raise ValueError(
         f"{self.spec.get('task_id', self.spec['name'])}: trial {result.trial} came to another place when a worker "
-        f"was lost and "
-        f"its {self.known[e]} actions were repeated; its simulator depends on more than seed and actions. Take "
-        f"runner='sync'")
+        f"was lost and its {self.known[e]} actions were repeated; its simulator depends on more than seed and "
+        f"actions. Take runner='sync'")
 
 # %% ../../nbs/crl/13_engine.ipynb #b5b45b3f
 RENEW = 8192   # steps of each environment in one part
@@ -161,8 +160,7 @@ def load_state_dict(self:EngineLanes, state:dict):
     if checksum_of(self.image, self.vector) != state["seen"]:
         raise ValueError(
             f"{self.spec['name']}: part {state['part']} of the engine came to another place when "
-            f"its {len(self.actions)} "
-            "steps were repeated; the engine has changed. Start in a new run_dir")
+            f"its {len(self.actions)} steps were repeated; the engine has changed. Start in a new run_dir")
 
 # %% ../../nbs/crl/13_engine.ipynb #a0fcd4a7
 @patch

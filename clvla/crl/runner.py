@@ -249,9 +249,8 @@ def load_state_dict(self:Lanes, state:dict):
     for e,(now,seen) in enumerate(zip(self.place()[1], state["seen"], strict=True)):
         if now != seen: raise ValueError(
             f"{self.spec.get('task_id', self.spec['name'])}: episode {self.episode[e]} of environment {e} came to "
-            f"another place when "
-            f"its {len(self.actions[e])} actions were repeated; its simulator depends on more than seed and actions, "
-            "or has changed. Start in a new run_dir")
+            f"another place when its {len(self.actions[e])} actions were repeated; its simulator depends on more than "
+            "seed and actions, or has changed. Start in a new run_dir")
 
 @patch
 def go_to(self:Lanes, start:dict):   # episode, actions and seen of each lane

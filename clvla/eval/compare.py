@@ -68,9 +68,8 @@ def read_run(path)->Run:
         raise ValueError(f"{path} has no results, it lacks {', '.join(lacking)}; has the run been evaluated?")
     config = read_json(home/"config.json")
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{home/'config.json'} is of type {type(config).__name__}, expected a dict of settings; "
-            "take the run's file")
+        raise ValueError(f"{home/'config.json'} is of type {type(config).__name__}, expected a dict of settings; "
+                         "take the run's file")
     if evaluation:   # never averaged with the run's own episodes
         config = {**config, "evaluation": path.name, "n_trials": settings.get("n_trials", config.get("n_trials"))}
         config |= dict(plan=settings.get("plan") or config.get("plan", ""))

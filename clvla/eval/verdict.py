@@ -31,7 +31,8 @@ def rule(
     if not low <= high: raise ValueError(f"interval [{low}, {high}]: expected two numbers, the lower one first")
     if not smallest > 0: raise ValueError(f"smallest is {smallest}, expected points above 0")
     if claim == "less": return rule("more", -high, -low, smallest)
-    above,not_above = low > 0 and high >= smallest,high < smallest
+    above = low > 0 and high >= smallest
+    not_above = high < smallest
     within = -smallest < low and high < smallest
     apart = (low > 0 or high < 0) and not within
     holds,fails = {"more": (above, not_above), "not more": (not_above, above), "alike": (within, apart)}[claim]

@@ -224,19 +224,11 @@ def pictures_of(cls:VLM, vision:dict)->tuple:
     return vision["image_size"],
 
 @patch
-def prompt_ids(self:VLM, text):
-    "The tokens of an instruction."
-    return tuple(self.chat.words(text))
-
+def prompt_ids(self:VLM, text): return tuple(self.chat.words(text))
 @patch
-def pretrained(self:VLM):
-    "Prefixes of the weights that were trained before."
-    return ["vlm."] if self.shape.pretrained else []
-
+def pretrained(self:VLM): return ["vlm."] if self.shape.pretrained else []
 @patch
-def lr_of(self:VLM, lr):
-    "A tenth of the learning rate for a trunk that was trained before."
-    return {"vlm": lr/10} if self.shape.pretrained else {}
+def lr_of(self:VLM, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
 
 @patch
 def lora_targets(self:VLM):
@@ -349,9 +341,8 @@ def check(cls:VLM, **config)->dict:
     if cls.one_size and len(set(pixels.values())) > 1:
         raise ValueError(f"policy {cls.__name__}: image_size is {pixels}, and the vision tower has one table of "
                          "positions, for pictures of one size; render all cameras at that size")
-    sides = picture_sides(shape, pixels)
+    sides,own = picture_sides(shape, pixels),1+cls.n_queries(config)
     n,context = cls.n_tokens(sides),shape.text["max_position_embeddings"]
-    own = 1+cls.n_queries(config)
     if n+own+CHAT_ROOM > context:
         raise ValueError(f"policy {cls.__name__}: {len(sides)} pictures take {n} tokens, state and queries {own} and "
                          f"the chat up to {CHAT_ROOM}, and the model reads {context}; lower image_size or chunk, or "
