@@ -56,7 +56,8 @@ class AGEM(CLAlgorithm):
         mine = self.buf.fetch(ctx.dealt(self.buf.draw(self.n_ref)), ctx.data)
         return ctx.grads_of(to_device(mine, ctx.device), generator=self.generator)
 
-    def projected(self, g:list, ctx)->list: return project(g, self.reference(ctx))   # `g` itself where nothing is in the way
+    def projected(self, g:list, ctx)->list:   # `g` itself where nothing is in the way
+        return project(g, self.reference(ctx))
 
     def after_backward(self, ctx):
         if not len(self.buf): return
@@ -73,10 +74,12 @@ class AGEM(CLAlgorithm):
 # %% ../../nbs/cl/11_agem.ipynb #ce11002c
 @patch
 def state_dict(self:AGEM):
+    "The memory, how often a gradient was turned, and the generator."
     return dict(buf=self.buf.state_dict(), steps=[self.n_steps, self.n_vetoed], generator=rng_state(self.generator))
 
 @patch
 def load_state_dict(self:AGEM, state):
+    "Continue with a stored memory."
     self.buf.load_state_dict(state["buf"])
     self.n_steps,self.n_vetoed = state["steps"]
     set_rng_state(self.generator, state["generator"])

@@ -45,7 +45,8 @@ class CLAlgorithm:
     def eval_policy(self, policy, task_id): return nullcontext() # inside it, `policy` acts as it should on a task
     def eval_key(self, task_id): return None  # tasks with equal keys are evaluated in one call of the policy
     def metrics(self)->dict: return {}        # floats for the log
-    def frames_kept(self)->dict: return getattr(getattr(self, "buf", None), "referred", {}) # task -> frames that it reads again from the data
+    def frames_kept(self)->dict: # task -> frames that it reads again from the data
+        return getattr(getattr(self, "buf", None), "referred", {})
     def state_dict(self)->dict: return {}     # everything that the algorithm remembers
     def load_state_dict(self, state): pass
 
@@ -118,7 +119,7 @@ class CLContext:
     out:dict|None = None           # second result of the policy's forward
     loss:Tensor|None = None        # first result: the mean loss, without penalty
     penalty:Tensor|None = None     # what `compute_penalty` returned
-    reads_ahead:bool = False       # whether `data` may read ahead what will be drawn (`data.expect`), while the step is computed
+    reads_ahead:bool = False       # whether `data` may read ahead what will be drawn (`data.expect`) during a step
     average:object = None          # average of the weights (`policies.ema.EMA`); None: the run keeps none
     def __post_init__(self): self.bind(Process())
 

@@ -11,7 +11,8 @@ import copy
 import numpy as np
 import torch
 from fastcore.basics import patch
-from .deltas import Store, as_arrays, from_arrays, packed_of, pictures_of, take_restored, tolerance_of, with_deltas
+from .deltas import (Store, as_arrays, from_arrays, packed_of, pictures_of, take_restored, tolerance_of,
+                             with_deltas)
 from .selection import FEATURED, TaskFrames, select, selections
 from ..core.batch import cat, rng_state, set_rng_state, take
 from ..core.seeds import np_rng
@@ -94,7 +95,7 @@ class TaskBuffer:
     def __init__(self,
         buffer_size:Count(none=True)=1000, # frames per task; None: all
         sampling:SAMPLING="balanced",
-        store:STORE="refs",        # "refs": (task id, frame number); "values": the samples themselves; "deltas": page cl/deltas
+        store:STORE="refs",        # "refs": (task id, frame number); "values": the samples; "deltas": page cl/deltas
         total_size:SIZE=None,      # frames of all tasks together, shared equally, or bytes as "50 MB"; None: no bound
         seed:int=0,
         selection:SELECTION="random" # the order in which frames of a task are kept: page cl/selection
@@ -112,7 +113,8 @@ class TaskBuffer:
     @property
     def asks(self)->tuple: return ("features",)*(self.selection in FEATURED) # of a learner: `cl.model.ASKS`
     @property
-    def referred(self)->dict: return {k: len(v) for k,v in self.frames.items()} if self.store == "refs" else {} # task -> frames that lie in the data
+    def referred(self)->dict: # task -> frames that lie in the data
+        return {k: len(v) for k,v in self.frames.items()} if self.store == "refs" else {}
     def check_room(self, ctx):
         "ValueError when the tasks of a stream do not find room, or have nothing for `store`."
         if ctx.stream is None: return
@@ -182,7 +184,7 @@ def check_share(self:TaskBuffer, task_id:str, first:dict, n_tasks:int):
 
 @patch
 def shared(self:TaskBuffer, quota:dict, values:dict)->dict:
-    "The quota of each task, with deltas at most the frames that fit into its share of the bytes; ValueError where none does."
+    "Each task's quota, with deltas at most the frames that fit into its bytes; ValueError where none does."
     if not self.total_bytes or self.tolerance is None: return quota
     share = self.total_bytes//len(quota)
     fits = {k: int((sizes(v).cumsum() <= share).sum()) for k,v in values.items()}

@@ -109,7 +109,9 @@ def unpacked(one:bytes, shape)->tuple: # (h,w) mask, (C,n) pixels
     return mask,data[-(-h*w//8):].reshape(C, mask.sum())
 
 # %% ../../nbs/cl/42_deltas.ipynb #b80ebc77
-def packed_of(batch:dict)->dict: return {k: v for k,v in batch.items() if k.startswith(IMAGES) and isinstance(v, list)}   # its columns of packed pictures
+def packed_of(batch:dict)->dict:
+    "A batch's columns of packed pictures."
+    return {k: v for k,v in batch.items() if k.startswith(IMAGES) and isinstance(v, list)}
 
 def pictures_of(batch:dict)->dict: # name -> (B,C,h,w) uint8
     "The pictures of a batch; ValueError where there are none, or others."

@@ -95,10 +95,13 @@ class GPM(CLAlgorithm):
 
 # %% ../../nbs/cl/37_gpm.ipynb #116d6502
 @patch
-def on_task_start(self:GPM, ctx): check_bases(self, ctx)
+def on_task_start(self:GPM, ctx):
+    "ValueError for kept directions of parameters that are not trained now."
+    check_bases(self, ctx)
 
 @patch
 def after_backward(self:GPM, ctx):
+    "Take out of each gradient what lies in a layer's basis; with `project='update'` note the weights."
     if not self.bases: return
     check_bases(self, ctx)
     params = ctx.params()
@@ -107,6 +110,7 @@ def after_backward(self:GPM, ctx):
 
 @patch
 def after_step(self:GPM, ctx):
+    "With `project='update'`, the same for the change that the optimizer made."
     if not self.before: return
     params = ctx.params()
     with torch.no_grad(), ctx.writing():
@@ -115,6 +119,7 @@ def after_step(self:GPM, ctx):
 
 @patch
 def on_task_end(self:GPM, ctx):
+    "Add the directions of the task's inputs to each layer's basis."
     sums = second_moments(ctx, ctx.loader.sample_batches(self.n_batches, self.B, "gpm"), self.generator)
     share = min(1., self.threshold + self.growth*ctx.t)
     for n,C in sums.items():

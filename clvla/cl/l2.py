@@ -19,6 +19,7 @@ def weights_now(ctx:CLContext)->Tensor: # (P,) in fp32, detached
     "A copy of the trained weights."
     return flat(ctx.params().values()).detach().float().clone()
 
+# %% ../../nbs/cl/18_l2.ipynb #b8b56180
 class L2(CLAlgorithm):
     "Springs that rest at the weights of the last task, all of one stiffness."
     zero3 = False  # springs hold whole weights

@@ -100,6 +100,7 @@ def on_task_end(self:LwF, ctx):
     self.teacher = weights_of(ctx.policy)
     self.past[ctx.task_id] = self.current
 
+# %% ../../nbs/cl/13_lwf.ipynb #a807b9fb
 @patch
 def metrics(self:LwF)->dict:
     "The penalty of the last update."

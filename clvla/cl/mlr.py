@@ -99,7 +99,7 @@ class MLR(Latent):
     def __init__(self,
         buffer_size:Count(0, none=True)=1000, # frames kept of each finished task; None or 0: all
         trunk:TRUNK="first",       # "first": the first task trains the encoders too; "pretrained": no task does
-        learns:Choice(("decoder", "head"))="decoder", # what later tasks train: all behind the encoders, or only the head
+        learns:Choice(("decoder", "head"))="decoder", # what later tasks train: all behind the encoders, or the head
         lam:Number(0)=.1,          # weight of the margin (eq. 2); 0: none
         gamma:Number(0).beside("lam")=.72,  # share of the angle between two sentences that is the margin
         near:Number(0, 1).beside("lam")=.5, # share of the pairs of tasks that are similar

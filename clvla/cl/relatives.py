@@ -17,8 +17,13 @@ from ..core.names import ACTION
 from ..core.settings import Number, settled
 
 # %% ../../nbs/cl/36_relatives.ipynb #d76d232c
-def keys(batch:dict)->Tensor: return batch[ACTION][:, 0, 0].long()   # (B,) the classes: first actions of the chunks
-def logits(out:dict)->Tensor: return out["pred"][:, 0]               # (B,N) of the first actions
+def keys(batch:dict)->Tensor:   # (B,)
+    "The classes: first actions of the chunks."
+    return batch[ACTION][:, 0, 0].long()
+
+def logits(out:dict)->Tensor:   # (B,N)
+    "Those of the first actions."
+    return out["pred"][:, 0]
 
 def task_batch(ctx)->dict:
     "All samples of the task under way."
@@ -121,18 +126,23 @@ class CoPE(ER):
         return cross_entropy(self.scores(f), y) - ctx.loss
 
     def scores(self, f:Tensor)->Tensor: return (f@self.p.T/self.T).masked_fill(~self.p.any(1), -torch.inf)   # (B,N)
-    def predict(self, policy, batch)->Tensor: return self.scores(normalize(policy(batch)[1]["pooled"])).argmax(1)   # (B,)
+    def predict(self, policy, batch)->Tensor:   # (B,)
+        return self.scores(normalize(policy(batch)[1]["pooled"])).argmax(1)
     def state_dict(self): return super().state_dict() | dict(p=self.p)
     def load_state_dict(self, state):
         super().load_state_dict(state)
         self.p = state["p"]
 
 # %% ../../nbs/cl/36_relatives.ipynb #e9a03638
-def last(policy)->nn.Linear: return policy.head.net[-1]   # a row of weights and a bias for each class
+def last(policy)->nn.Linear:
+    "The last layer, which has a row of weights and a bias for each class."
+    return policy.head.net[-1]
+
 def write(policy, rows:dict, classes):
     "Write the rows of some classes; the last number of a row is the bias."
     for c in classes: last(policy).weight[c],last(policy).bias[c] = rows[c][:-1],rows[c][-1]
 
+# %% ../../nbs/cl/36_relatives.ipynb #4b78ec91
 class CWR(CLAlgorithm):
     "Rows (weights and bias) of the last layer for each class; the rest is frozen after the first task (eq. 4)."
     def __init__(self): self.rows,self.n,self.now = {},{},{}   # class -> row; samples so far; samples of this task
@@ -174,7 +184,8 @@ class SLDA(CLAlgorithm):
         for c in y.unique().tolist(): self.lda.add(c, f[y == c])
 
     def features(self, policy, batch)->Tensor: return policy(batch)[1]["pooled"].double()   # (B,D)
-    def predict(self, policy, batch)->Tensor: return torch.tensor(self.lda(self.features(policy, batch)))   # (B,) classes
+    def predict(self, policy, batch)->Tensor:   # (B,) classes
+        return torch.tensor(self.lda(self.features(policy, batch)))
     def state_dict(self):
         own = {k: {str(c): x for c,x in getattr(self.lda, k).items()} for k in ("counts", "means")}
         return own | dict(scatter=self.lda.scatter)

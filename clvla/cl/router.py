@@ -36,26 +36,29 @@ class LDA:
         self.scatter = new if self.scatter is None else self.scatter + new
         self.counts[task_id],self.means[task_id],self.solved = n+len(z),after,None
 
-    def solve(self)->tuple:
-        "(K,D) weights and (K,) biases (eq. 2)."
-        if self.solved is None:
-            M,c = torch.stack(list(self.means.values())),torch.tensor(list(self.counts.values())).double()
-            between = (c[:, None]*(M-(c@M)/c.sum()).square()).sum()
-            s = (self.scatter.trace()+between)/self.scatter.shape[0]/c.sum()   # mean variance of a feature
-            eye = torch.eye(len(self.scatter), dtype=s.dtype)*(s if s > 0 else 1.)
-            W = torch.linalg.solve((1-self.shrink)*self.scatter/c.sum() + self.shrink*eye, M.T).T
-            self.solved = W,-(M*W).sum(1)/2
-        return self.solved
-
-    def __call__(self, z:Tensor)->list:
-        "The task of each of (B,D) observations."
-        (W,b),ids = self.solve(),list(self.means)
-        return [ids[k] for k in (z@W.T + b).argmax(1).tolist()]
-
     def state_dict(self)->dict: return dict(counts=self.counts, means=self.means, scatter=self.scatter)
     def load_state_dict(self, state):
         self.counts,self.means,self.scatter = (state[k] for k in ("counts", "means", "scatter"))
         self.solved = None
+
+# %% ../../nbs/cl/30_router.ipynb #87577cd8
+@patch
+def solve(self:LDA)->tuple:
+    "(K,D) weights and (K,) biases (eq. 2)."
+    if self.solved is None:
+        M,c = torch.stack(list(self.means.values())),torch.tensor(list(self.counts.values())).double()
+        between = (c[:, None]*(M-(c@M)/c.sum()).square()).sum()
+        s = (self.scatter.trace()+between)/self.scatter.shape[0]/c.sum()   # mean variance of a feature
+        eye = torch.eye(len(self.scatter), dtype=s.dtype)*(s if s > 0 else 1.)
+        W = torch.linalg.solve((1-self.shrink)*self.scatter/c.sum() + self.shrink*eye, M.T).T
+        self.solved = W,-(M*W).sum(1)/2
+    return self.solved
+
+@patch
+def __call__(self:LDA, z:Tensor)->list:
+    "The task of each of (B,D) observations."
+    (W,b),ids = self.solve(),list(self.means)
+    return [ids[k] for k in (z@W.T + b).argmax(1).tolist()]
 
 # %% ../../nbs/cl/30_router.ipynb #92e7b977
 READS = "all","picture","sentence"
@@ -72,6 +75,7 @@ def covered(
     if reads == "picture": return seen | {PROMPT: [COVER]*batch_size(seen)}
     return seen | {k: torch.full_like(v, 127) for k,v in seen.items() if k.startswith(IMAGES)}
 
+# %% ../../nbs/cl/30_router.ipynb #cf0e80fc
 def check_reads(
     obs:dict, # a batch, or an observation
     reads:str # one of `READS`

@@ -58,27 +58,30 @@ class TaskFrames:
     def __len__(self): return self.data.n_frames(self.task_id)
     def episodes(self)->np.ndarray: return self.data.episodes(self.task_id)
 
-    def each(self,
-        see,      # (batch, noise, time) -> (b,...) numbers of each sample
-        B:int=32  # samples of a batch
-    )->np.ndarray: # (N,...) float64, the same in every process
-        "What `see` gives for each frame; the policy, its gradients and all generators stay as they were."
-        generator = torch_rng(self.ctx.seed, "look", self.task_id)
-        with quiet(self.ctx.policy):
-            parts = [self.part(see, range(k, min(k+B, len(self))), generator) for k in range(0, len(self), B)]
-        x = torch.cat(parts).double().numpy()
-        if not np.isfinite(x).all(): raise RuntimeError(f"the policy gives numbers that are not finite for frames of "
-                                                        f"task {self.task_id!r}; has the loss diverged?")
-        return x
+# %% ../../nbs/cl/27_selection.ipynb #efd1d2e9
+@patch
+def each(self:TaskFrames,
+    see,      # (batch, noise, time) -> (b,...) numbers of each sample
+    B:int=32  # samples of a batch
+)->np.ndarray: # (N,...) float64, the same in every process
+    "What `see` gives for each frame; the policy, its gradients and all generators stay as they were."
+    generator = torch_rng(self.ctx.seed, "look", self.task_id)
+    with quiet(self.ctx.policy):
+        parts = [self.part(see, range(k, min(k+B, len(self))), generator) for k in range(0, len(self), B)]
+    x = torch.cat(parts).double().numpy()
+    if not np.isfinite(x).all(): raise RuntimeError(f"the policy gives numbers that are not finite for frames of "
+                                                    f"task {self.task_id!r}; has the loss diverged?")
+    return x
 
-    def part(self, see, frames:range, generator)->Tensor:
-        "What `see` gives for some frames; each process looks at its share."
-        ctx,n = self.ctx,len(frames)
-        rows = [*range(n), *[n-1]*(-n%ctx.world)]   # the last one again, so that every process has equally many
-        mine = ctx.dealt(rows)
-        noise,time = (None if z is None else z[mine].to(ctx.device) for z in ctx.policy.draw(n, generator))
-        batch = to_device(self.data.fetch(self.task_id, [frames[i] for i in mine]), ctx.device)
-        return ctx.gathered(see(batch, noise, time).detach().float(), len(rows))[:n].cpu()
+@patch
+def part(self:TaskFrames, see, frames:range, generator)->Tensor:
+    "What `see` gives for some frames; each process looks at its share."
+    ctx,n = self.ctx,len(frames)
+    rows = [*range(n), *[n-1]*(-n%ctx.world)]   # the last one again, so that every process has equally many
+    mine = ctx.dealt(rows)
+    noise,time = (None if z is None else z[mine].to(ctx.device) for z in ctx.policy.draw(n, generator))
+    batch = to_device(self.data.fetch(self.task_id, [frames[i] for i in mine]), ctx.device)
+    return ctx.gathered(see(batch, noise, time).detach().float(), len(rows))[:n].cpu()
 
 # %% ../../nbs/cl/27_selection.ipynb #f2a02716
 @patch
@@ -139,6 +142,7 @@ selections = Registry("selection",
     loss=lambda frames, n, rng: (-frames.losses()).argsort(kind="stable")[:n],
     gradient=lambda frames, n, rng: k_center(frames.directions(), n))
 
+# %% ../../nbs/cl/27_selection.ipynb #2c6bcbac
 def select(
     name:str, # a key of `selections`
     frames:TaskFrames,

@@ -114,7 +114,7 @@ def read_entries(
 
 def read_cost(
     path # of a run's cost.json
-)->dict: # seconds (phase -> number), peak_memory_gb; of later runs also core_seconds, samples (stage -> number), bytes (what -> number)
+)->dict: # seconds (phase -> number), peak_memory_gb; later also core_seconds, samples (of a stage), bytes (of what)
     "What a run has cost; ValueError when the file is not what a run writes."
     parts = dict.fromkeys(("seconds", "core_seconds", "samples", "bytes"), dict)
     try:

@@ -128,7 +128,7 @@ def reserve(
     path, # a file
     n:int # bytes that it shall have
 ):
-    "Give a file its blocks on the disk before somebody maps it; OSError when there are too few, and the file is removed."
+    "Give a file its blocks on the disk before it is mapped; with too few, remove it and raise OSError."
     with open(path, "r+b") as f:
         try: os.posix_fallocate(f.fileno(), 0, n)
         except OSError as e:

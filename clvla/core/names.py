@@ -85,6 +85,7 @@ class Registry(dict):
     def values(self): return (self[name] for name in self)   # one at a time: whoever stops early imports no more
     def items(self): return ((name, self[name]) for name in self)
 
+# %% ../../nbs/core/00_names.ipynb #d03110c0
 def _same(there, entry)->bool:
     "Whether two entries are one thing: the same object, its place, or a cell's definition run again."
     if there is entry: return True

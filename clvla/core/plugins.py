@@ -27,7 +27,7 @@ _registered = {}  # module -> what its import put into which registries, as in {
 
 # %% ../../nbs/core/07_plugins.ipynb #a0f10008
 class _Source(importlib.machinery.SourceFileLoader):
-    "Compiles the file itself: Python's cache takes a file changed within a second, of the same length, for the old one."
+    "Compiles the file itself: Python's cache takes a file changed within a second, of equal length, for the old one."
     def get_code(self, fullname): return self.source_to_code(self.get_data(self.path), self.path)
 
 def _load_file(path:Path)->Plugin:
@@ -103,8 +103,9 @@ def load_plugins(
             _loaded[str(path)] = _load_file(path)
         elif name not in _loaded: _loaded[name] = _load_module(name)
 
+# %% ../../nbs/core/07_plugins.ipynb #05efbfd0
 def _check_stems(names):
-    "ValueError for two different files of one name, of which the second would be taken for a newer version of the first."
+    "ValueError for two different files of one name: the second would count as a newer version of the first."
     there = {}
     for path in [Path(name).expanduser().resolve() for name in names if isinstance(name, Path) or isinstance(name, str)
                  and is_file(name)]:

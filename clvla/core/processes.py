@@ -57,7 +57,7 @@ def peak_memory()->float:
     return round(sum(_peak_kib(pid) for pid in [os.getpid(), *descendants(os.getpid())])*1024/1e9, 2)
 
 def _peak_kib(pid:int)->int:
-    "Peak resident memory of a process in units of 1024 bytes, which Linux calls kB; 0 when it is gone, or where there is no /proc."
+    "Peak resident memory of a process in units of 1024 bytes (Linux's kB); 0 when it is gone, or without /proc."
     try: lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError: return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
@@ -72,7 +72,7 @@ def memory_gb()->float:
 
 # %% ../../nbs/core/09_processes.ipynb #75aade02
 def core_seconds()->float:
-    "Seconds that cores computed for this process and all that it has started (Linux; elsewhere without those that still run)."
+    "Core seconds of this process and of all that it has started (outside Linux without those that still run)."
     ended = os.times()
     return (time.process_time() + ended.children_user + ended.children_system
             + sum(map(_core_seconds, descendants(os.getpid()))))
@@ -94,7 +94,7 @@ def keep_memory()->bool:   # False where the C library has no such setting
 # %% ../../nbs/core/09_processes.ipynb #672d9402
 @contextmanager
 def loading():
-    "A `with` block of imports in which Python looks for no garbage; what there is afterwards it never looks through again."
+    "A `with` block of imports without garbage collection; later collections leave out what the block has made."
     on = gc.isenabled()
     gc.disable()
     try: yield

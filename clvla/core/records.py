@@ -98,7 +98,8 @@ def keep_records(
 )->int:   # how many were taken out
     "Rewrite a .jsonl file with the records that `keep` wants; also mends a torn last line."
     records = read_jsonl(path)
-    kept,sealed = [r for r in records if keep(r)],path.exists() and b', "crc32": ' in path.read_bytes()
+    kept = [r for r in records if keep(r)]
+    sealed = path.exists() and b', "crc32": ' in path.read_bytes()
     write_atomic(path, lambda tmp: Path(tmp).write_bytes(b"".join(_line(r, sealed) for r in kept)))
     return len(records)-len(kept)
 

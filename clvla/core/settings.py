@@ -21,7 +21,9 @@ class Setting:
     def __init__(self,
         type,           # of the values, as text of a command line is read
         none:bool=False # None is allowed too
-    ): self.type,self.none = type|None if none else type,none
+    ):
+        self.type = type|None if none else type
+        self.none = none
 
     def allows(self, value)->bool: return True   # of a value other than None
 

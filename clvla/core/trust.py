@@ -63,6 +63,7 @@ def _places(spec, kind:str, key:str="")->list:
     in_menu = m and (m[1].startswith("clvla.envs.") or key != "expert" and m[1] == kind)
     return [] if in_menu else [f"module {spec}"]
 
+# %% ../../nbs/core/14_trust.ipynb #521219d9
 _NO_SPECS = ("base", "name", "tasks", "without", "task_order", "probes", "budget", "layouts", "layout", "data",
              "source", "prompt")
 
@@ -131,7 +132,7 @@ def approve(
     folder,   # of a run
     code:list # lines, as of `code_of`
 ):
-    "Allow code of a folder in this process and in those that it starts; the environment carries the word, no file does."
+    "Allow code of a folder in this process and in those that it starts, by the environment and not by a file."
     approved,home = json.loads(os.environ.get(APPROVED, "{}")),str(Path(folder).resolve())
     if code: os.environ[APPROVED] = json.dumps(approved | {home: sorted({*code, *approved.get(home, [])})})
 
@@ -157,6 +158,7 @@ def claim(
         if new and code:
             say(f"{folder} cannot be marked as begun here ({why}); going on with it later needs -p trust True")
 
+# %% ../../nbs/core/14_trust.ipynb #1eb0dd28
 def plain(text:str, most:int=1000)->str:
     "Somebody's text for a message: on one line, and nothing in it moves a terminal's cursor."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most])

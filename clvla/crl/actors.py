@@ -30,28 +30,30 @@ class ActorLanes:
         self.seats = [Seat(first_start(E), first_start(E)) for _ in range(crew.n)]
         self.whole,self.finished,self.begun = deque(),[],False
 
-    def play(self, agent, horizon:int, draws=None)->dict:   # `draws` is the synchronous runner's
-        "The next rollout to learn from."
-        if not self.begun:
-            self.begun = True
-            self.crew.begin(self.stage, self.seats)
-        horizon = agent.horizon if self.ahead else horizon   # what was asked for ahead has the full length
-        self.runner.publish(agent)
-        self.ask(horizon)
-        while not self.enough(): self.whole += self.crew.wait()
-        chosen = [self.whole.popleft() for _ in range(self.crew.n)]
-        if not self.ahead: chosen = sorted(chosen, key=lambda played: played.number)
-        rollout = join([played.arrays for played in chosen])
-        for played in chosen: self.learnt(played)
-        self.runner.note(chosen)
-        if self.ahead: self.ask(horizon)   # the slots are free again: nobody waits for the learner
-        return rollout
-
     def enough(self)->bool: return len(self.whole) >= self.crew.n
     def take_finished(self)->list:
         finished,self.finished = self.finished,[]
         return finished
     def close(self): pass   # what was asked for and not learnt from is dropped, and was never counted
+
+# %% ../../nbs/crl/14_actors.ipynb #5936d0ec
+@patch
+def play(self:ActorLanes, agent, horizon:int, draws=None)->dict:   # `draws` is the synchronous runner's
+    "The next rollout to learn from."
+    if not self.begun:
+        self.begun = True
+        self.crew.begin(self.stage, self.seats)
+    horizon = agent.horizon if self.ahead else horizon   # what was asked for ahead has the full length
+    self.runner.publish(agent)
+    self.ask(horizon)
+    while not self.enough(): self.whole += self.crew.wait()
+    chosen = [self.whole.popleft() for _ in range(self.crew.n)]
+    if not self.ahead: chosen = sorted(chosen, key=lambda played: played.number)
+    rollout = join([played.arrays for played in chosen])
+    for played in chosen: self.learnt(played)
+    self.runner.note(chosen)
+    if self.ahead: self.ask(horizon)   # the slots are free again: nobody waits for the learner
+    return rollout
 
 # %% ../../nbs/crl/14_actors.ipynb #c7e0001a
 @patch
@@ -146,7 +148,10 @@ def copy_settings(self:Parallel, agent, E:int)->dict:
     return of_agent | dict(spaces=asdict(agent.spaces), E=E, engine=self.engine)
 
 @patch
-def make_crew(self:Parallel, agent, cfg:dict): return Crew(agent, cfg, self.n_actors, max(1, self.ahead), **self.faults)
+def make_crew(self:Parallel, agent, cfg:dict):
+    "The processes of the actors."
+    return Crew(agent, cfg, self.n_actors, max(1, self.ahead), **self.faults)
+
 @patch
 def close(self:Parallel):
     "End the actors."

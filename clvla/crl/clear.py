@@ -59,24 +59,28 @@ class Unrolls:
         if len(rollout["reward"]) < self.horizon: return
         for unroll in unrolls_of(rollout): self.offer(torch.rand((), generator=self.rng).item(), unroll)
 
-    def offer(self, key:float, unroll:dict):
-        "Keep an unroll, unless there are enough with larger keys."
-        if len(self) < self.most:
-            self.items.append(unroll)
-            self.keys.append(key)
-            return
-        if len(self.heap) != len(self):   # full for the first time, or loaded
-            self.heap = [(k, place) for place,k in enumerate(self.keys)]
-            heapq.heapify(self.heap)
-        least,place = self.heap[0]
-        if key <= least: return
-        self.items[place] = unroll
-        self.keys[place] = key
-        heapq.heapreplace(self.heap, (key, place))
+# %% ../../nbs/crl/05_clear.ipynb #b3adae4e
+@patch
+def offer(self:Unrolls, key:float, unroll:dict):
+    "Keep an unroll, unless there are enough with larger keys."
+    if len(self) < self.most:
+        self.items.append(unroll)
+        self.keys.append(key)
+        return
+    if len(self.heap) != len(self):   # full for the first time, or loaded
+        self.heap = [(k, place) for place,k in enumerate(self.keys)]
+        heapq.heapify(self.heap)
+    least,place = self.heap[0]
+    if key <= least: return
+    self.items[place] = unroll
+    self.keys[place] = key
+    heapq.heapreplace(self.heap, (key, place))
 
-    def draw(self, n:int)->dict:   # rollout of `n` unrolls, each at most once
-        chosen = torch.randperm(len(self), generator=self.rng)[:n].tolist()
-        return rollout_of([self.items[k] for k in chosen])
+@patch
+def draw(self:Unrolls, n:int)->dict:   # rollout of `n` unrolls, each at most once
+    "Some of the unrolls, each equally likely."
+    chosen = torch.randperm(len(self), generator=self.rng)[:n].tolist()
+    return rollout_of([self.items[k] for k in chosen])
 
 # %% ../../nbs/crl/05_clear.ipynb #c7500s02
 @patch
@@ -133,21 +137,24 @@ def check_fits(frames:int, spaces, instead:str):
     "ValueError for a memory larger than the machine's."
     there = os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
     if frames*frame_bytes(spaces) > there:
-        raise ValueError(f"the memory of {size_text(frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; {instead}")
+        raise ValueError(
+            f"the memory of {size_text(frames, spaces)}, is larger than this machine's {there/1e6:,.1f} MB; {instead}")
 
 def check_whole(horizon:int, n_envs:int, exp):
     "ValueError where each stage ends before its first rollout is whole: shorter ones are not kept."
     longest = max(stage.steps for stage in exp.stages)
     if -(-longest//n_envs) < horizon: raise ValueError(
-        f"the longest task has {longest} steps, and a rollout that is kept takes {n_envs} x {horizon} (n_envs, horizon), so nothing "
-        "would be remembered; give more steps, or a shorter horizon")
+        f"the longest task has {longest} steps, and a rollout that is kept takes {n_envs} x {horizon} (n_envs, "
+        "horizon), so nothing would be remembered; give more steps, or a shorter horizon")
 
+# %% ../../nbs/crl/05_clear.ipynb #be435097
 @patch
 def check(self:CLEAR, exp, spaces):
     "ValueError for a memory larger than the machine's, or one that would stay empty."
     IMPALA.check(self, exp, spaces)
     if exp and self.replay: check_whole(self.horizon, self.n_envs, exp)
-    if not self.file: check_fits(self.frames, spaces, "set file=True, which puts it into the run's folder, or keep fewer frames")
+    if not self.file:
+        check_fits(self.frames, spaces, "set file=True, which puts it into the run's folder, or keep fewer frames")
 
 @patch
 def build(self:CLEAR, exp, spaces, device="cpu"):
@@ -159,6 +166,7 @@ def build(self:CLEAR, exp, spaces, device="cpu"):
     file = UnrollFile(Path(self.home)/"unrolls.bin", self.memory.most, self.keep)
     self.memory = Unrolls(self.frames, self.horizon, self.seed, file)
 
+# %% ../../nbs/crl/05_clear.ipynb #8693cfd6
 @patch
 def about(self:CLEAR)->list:
     "What the memory takes."
@@ -220,4 +228,6 @@ def load_state_dict(self:CLEAR, state:dict):
     self.memory.load_state_dict(state["memory"])
 
 @patch
-def load_acting(self:CLEAR, state:dict): IMPALA.load_state_dict(self, state)   # without the memory, whose file a run may be writing
+def load_acting(self:CLEAR, state:dict):
+    "Load the networks and not the memory, whose file a run may be writing."
+    IMPALA.load_state_dict(self, state)

@@ -26,7 +26,7 @@ class AgentSettings:
     eval_every:int = 0      # training steps between two evaluations
     n_trials:int = 0        # episodes of each task in each evaluation
     image_size:int = 0      # height and width of each picture, pixels
-    tell_task:bool|None = None # the state ends with which task it is, a 0 or 1 for each; None: yes, but not in CORA's experiments
+    tell_task:bool|None = None # the state ends with a 0 or 1 for each task; None: yes, but not in CORA's experiments
     runner:str = "sync"     # what plays: sync, batched, parallel, actors, ray
     runner_kw:dict = field(default_factory=dict) # settings of that runner
     preset:str = ""         # named settings of the agent, a key of `crl.presets.presets`
@@ -43,7 +43,7 @@ class AgentConfig(AgentSettings, RunConfig):
     "Everything that decides what a run of an agent computes."
     learner:str = "agent"   # what is learnt, a key of `run.all.learners`
     algo:str = "ppo"        # agent, a key of `crl.all.agents`
-    cl:str = "none"         # method against forgetting: none, ewc, online_ewc, or a key of `cl.all.algos`, or several with +
+    cl:str = "none"         # against forgetting: none, ewc, online_ewc, a key of `cl.all.algos`, or several with +
     FREE = ()
 
     @classmethod
@@ -78,6 +78,7 @@ def check_alone(cfg:AgentConfig)->AgentConfig:
     check_machine(cfg)
     return cfg
 
+# %% ../../nbs/crl/08_config.ipynb #ab8ad36e
 def told(cfg:AgentConfig)->AgentConfig:
     "Whether the agent is told its task: as given, or as CORA's experiments and others do."
     named = isinstance(cfg.suite, str) and cfg.suite in specs
@@ -116,8 +117,9 @@ def smaller(cfg:AgentConfig)->AgentConfig:
         few["horizon"] = min(few["horizon"], max(1, small["steps_per_task"]//few["n_envs"]))
     return replace(cfg, **small, suite=smoke_suite(cfg), algo_kw=cfg.algo_kw | few)
 
+# %% ../../nbs/crl/08_config.ipynb #fe7174d9
 def few_envs(cfg:AgentConfig)->int:
-    "The fewest environments, from those of `SMOKE_AGENT` on, that its actors can share and of which something is replayed."
+    "The fewest environments, from `SMOKE_AGENT`'s on, that actors can share and of which something is replayed."
     actors = cfg.runner_kw.get("n_actors", 4) if "n_actors" in settings_of(runners[cfg.runner]) else 1
     least,replay = SMOKE_AGENT["n_envs"],cfg.algo_kw.get("replay", 0)
     if type(actors) is not int or actors < 1: actors = 1   # who is made with it refuses it
@@ -126,6 +128,7 @@ def few_envs(cfg:AgentConfig)->int:
     works = lambda n: n%actors == 0 and (not replay or round(replay*n))
     return next((n for n in range(min(least, given), given) if works(n)), given)
 
+# %% ../../nbs/crl/08_config.ipynb #f893d1f4
 def smoke_suite(cfg:AgentConfig):
     "Two of the tasks that are trained, with their pairs, and episodes of `SMOKE_STEPS` steps at most."
     # ValueError for one that cannot be made

@@ -39,7 +39,7 @@ class Actor:
         self.stage,self.lanes = stage,begin_lanes(self.cfg, stage, start)
 
     def play(self, r:int, T:int, memory:dict, slot:int):
-        "Play rollout number `r` of a stage into a slot; its actions are drawn with numbers that are a function of both."
+        "Play rollout number `r` of a stage into a slot; its actions' numbers are a function of stage and `r`."
         draws = torch_rng(self.cfg["seed"], "actor", self.stage["t"], self.cfg["number"], r)
         put_rollout(memory, slot, self.lanes.play(self.agent, T, draws), self.lanes)
 

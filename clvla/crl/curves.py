@@ -170,6 +170,7 @@ def with_reasons(
     text = [[f"{v:.2f}" if not np.isnan(v) else lacks[i] for v in row] for i,row in enumerate(values)]
     return np.where(defined, text, undefined)
 
+# %% ../../nbs/crl/00_curves.ipynb #a225d9d8
 def forgetting_table(c:Curves)->pd.DataFrame:   # a row for each task, a column for each stage
     "Isolated forgetting of one run (eq. 3), or why there is none."
     stages = [f"{k}: {c.task_ids[k%c.K]}" for k in range(c.L)]
@@ -181,6 +182,7 @@ def transfer_table(c:Curves)->pd.DataFrame:   # a row for each task, a column fo
     return pd.DataFrame(with_reasons(transfer(c), np.tri(c.K, k=-1, dtype=bool), "trained by then", c),
                         list(c.task_ids), list(c.task_ids))
 
+# %% ../../nbs/crl/00_curves.ipynb #0504a266
 def measures_table(
     c:Curves # of one run
 )->Table:    # measure, value

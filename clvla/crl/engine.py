@@ -82,6 +82,7 @@ def hear(self:Workers, ids)->tuple:   # image, state vector
     ids = list(ids)
     return self.image[ids],self.vector[ids]
 
+# %% ../../nbs/crl/13_engine.ipynb #261345c2
 @patch
 def take(self:Workers, e:int, result):
     "Keep what is new; ValueError when an episode that is played again comes to another place."
@@ -94,9 +95,8 @@ def take(self:Workers, e:int, result):
     other = checksum_of(image, vector) != checksum_of(self.image[e], self.vector[e])
     if ended and self.done[e] < self.known[e] or self.done[e] == self.known[e] and other: raise ValueError(
         f"{self.spec.get('task_id', self.spec['name'])}: trial {result.trial} came to another place when a worker "
-        f"was lost and "
-        f"its {self.known[e]} actions were repeated; its simulator depends on more than seed and actions. Take "
-        f"runner='sync'")
+        f"was lost and its {self.known[e]} actions were repeated; its simulator depends on more than seed and "
+        f"actions. Take runner='sync'")
 
 # %% ../../nbs/crl/13_engine.ipynb #b5b45b3f
 RENEW = 8192   # steps of each environment in one part
@@ -160,16 +160,16 @@ def load_state_dict(self:EngineLanes, state:dict):
     if checksum_of(self.image, self.vector) != state["seen"]:
         raise ValueError(
             f"{self.spec['name']}: part {state['part']} of the engine came to another place when "
-            f"its {len(self.actions)} "
-            "steps were repeated; the engine has changed. Start in a new run_dir")
+            f"its {len(self.actions)} steps were repeated; the engine has changed. Start in a new run_dir")
 
+# %% ../../nbs/crl/13_engine.ipynb #a0fcd4a7
 @patch
 def place(self:EngineLanes)->tuple:   # of each environment: number of the part, checksum of what all saw last
     "What [actors](19_crew.ipynb) tell of where they stand."
     return [self.part]*self.n,[checksum_of(self.image, self.vector)]*self.n
 
 @patch
-def go_to(self:EngineLanes, start:dict):   # episode, actions and seen, as of `Lanes`; the part stands in the episode's place
+def go_to(self:EngineLanes, start:dict):   # as of `Lanes`; the part stands in the episode's place
     "Play a part again up to where an actor's environments stand."
     actions = torch.tensor(start["actions"], dtype=torch.float32 if self.view.box else torch.uint8).transpose(0, 1)
     self.load_state_dict(dict(part=start["episode"][0], actions=actions, seen=start["seen"][0], finished=[]))

@@ -26,7 +26,8 @@ from ..run.config import device_of, use_gpus
 from ..run.folder import RunFolder
 from ..run.plugins import plugins_of
 from ..run.stop import StopFlag
-from ..train.eval_config import EvalConfig, Evaluation, begin_eval, check_eval, check_starts, points_of, read_eval_config
+from ..train.eval_config import (EvalConfig, Evaluation, begin_eval, check_eval, check_starts, points_of,
+                                     read_eval_config)
 
 # %% ../../nbs/crl/23_evaluate.ipynb #d3b0eb07
 # settings that an agent's evaluation does not take
@@ -74,7 +75,7 @@ def cells_of(
     learner:AgentLearner, # at a checkpoint
     t:int                 # number of the stage that it ended
 )->list:                  # ids of tasks
-    "The tasks that a checkpoint is evaluated on: all (full), or those that were trained so far, each with the one evaluated beside it (lower)."
+    "The tasks that a checkpoint is evaluated on: all (full), or those trained so far, with their pairs (lower)."
     if evaluation.cfg.evaluate == "full": return list(evaluation.ids)
     trained = [stage.task_id for stage in learner.exp.stages[:t+1]]
     tried = {*trained, *(pair for i,pair in learner.exp.pairs.items() if i in trained)}

@@ -171,6 +171,7 @@ def make_experiment(
     return Experiment(stream, steps or sizes["steps_per_task"], eval_every or sizes["eval_every"],
                       eval_episodes or sizes["n_trials"])
 
+# %% ../../nbs/crl/01_experiment.ipynb #7c2e7f2e
 def said_cycles(suite)->int:
     "What an inline stream, or the one that it is made of, says of `cycles`; 0: nothing."
     while isinstance(suite, dict):

@@ -100,7 +100,8 @@ class AgentLearner(OnStream):
     @property
     def position(self)->tuple: return self.t,self.step   # as `Imitation`
     @property
-    def within(self): return (lambda i: self.cl.within(stands_for(self.exp, i))) if self.cl else None   # around a task's evaluation episodes
+    def within(self):   # around a task's evaluation episodes
+        return (lambda i: self.cl.within(stands_for(self.exp, i))) if self.cl else None
 
     def gather_weights(self): return nullcontext()
     def write(self, folder:Path): pass   # the agent's networks stand in algo.safetensors

@@ -49,7 +49,7 @@ class PictureNet(nn.Module):
         image_size:int,  # height and width of the picture; 0: none
         state:int,       # S
         n_actions:int,   # A, of the largest task
-        channels:int=16, # of the first convolution; the others have twice as many. From 64 pixels: 2, 4 and 4 times as many
+        channels:int=16, # of the first convolution; the others: twice as many, from 64 pixels on 2, 4 and 4 times
         hidden:int=128,  # width of the layer behind the convolutions
         planes:int=3     # of the picture
     ):
@@ -196,7 +196,7 @@ class PPO(Agent):
         grad_clip:ABOVE0_OR_NONE=.5, # largest gradient norm; None: no limit
         kl_stop:ABOVE0_OR_NONE=None, # end the update before a step at which the KL divergence is above; None: never
         clip_reward:Flag()=False, # only the sign of a reward counts
-        reward_scale:ABOVE0=1., # each reward times this, behind the sign: returns far from 1 drown the policy's gradient
+        reward_scale:ABOVE0=1., # each reward times this, behind the sign: returns far from 1 drown the gradient
         channels:Count()=16,    # of the first convolution
         hidden:Count()=128,     # width of the hidden layer
         orthogonal:Flag()=False # first weights that keep the size of what passes
@@ -220,6 +220,7 @@ class PPO(Agent):
 # %% ../../nbs/crl/03_ppo.ipynb #70968008
 @patch
 def build(self:PPO, exp, spaces, device="cpu"):
+    "Make the network and its learner, for discrete actions or for a box."
     Agent.build(self, exp, spaces, device)
     net_class,learner_class = (BoxNet, BoxPPO) if spaces.box else (PictureNet, DiscretePPO)
     with first_weights(self.seed, "agent"):

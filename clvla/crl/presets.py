@@ -13,7 +13,7 @@ from ..core.names import Registry
 NET = dict(channels=16, hidden=512, clip_reward=True)
 
 def impala(horizon:int, batch:int, lr:float, entropy:float, **more)->dict:
-    "CORA's IMPALA: unrolls of `horizon` steps, `batch` of them at a time; its gradient bound of 40, of a mean instead of a sum."
+    "CORA's IMPALA: `batch` unrolls of `horizon` steps at a time; its gradient bound of 40, of a mean, not of a sum."
     return NET|dict(n_envs=batch, horizon=horizon, lr=lr, entropy_weight=entropy, epochs=1, gamma=.99, value_weight=.5,
                     grad_clip=40/(horizon*batch))|more
 

@@ -59,6 +59,7 @@ class Lateral(nn.Module):
 
     def forward(self, heard:Tensor)->Tensor: return self.alpha*self.mix(self.look(heard).relu())
 
+# %% ../../nbs/crl/07_progress_compress.ipynb #ef44393b
 class Column(PictureNet):
     "A network that hears another one, which is frozen."
     def __init__(self,

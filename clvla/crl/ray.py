@@ -32,7 +32,7 @@ class RemoteActor(Actor):
         self.memory = {k: np.zeros((1, *shape), dtype) for k,(shape,dtype) in fields.items()}
 
     def hear(self, stage=None, start=None, r=0, T=0, weights=None)->dict:
-        "Begin a stage, or play a rollout with the weights that came along; the answer holds its arrays as of `slot_rollout`."
+        "Begin a stage, or play a rollout with the weights that came along; answers its arrays, as of `slot_rollout`."
         if stage is not None:
             self.begin(stage, start)
             return dict(begun=True)
@@ -148,12 +148,13 @@ def check_address(
     address:str,   # of the cluster's head, as host:port; "": this machine
     seconds:float=5.
 ):
-    "ValueError for an address that is none, at which nobody answers, or at which it is not Ray; Ray itself would wait for minutes, or for ever."
+    "ValueError for an address that is none, or at which no Ray answers; Ray itself would wait, perhaps without end."
     if address in ("", "auto", "local"): return
     host,_,port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"address is {address!r}, expected host:port of the cluster's head, as in '10.0.0.5:6379'")
-    help = f"begin the cluster there (ray start --head --port {port}), or leave address out, which starts Ray on this machine"
+    help = (f"begin the cluster there (ray start --head --port {port}), "
+            "or leave address out, which starts Ray on this machine")
     try: said = first_words(host.strip("[]"), int(port), seconds)
     except TimeoutError as e:
         raise ValueError(f"nobody answers at address {address!r} within {seconds:g} s ({e}); {help}") from e

@@ -224,6 +224,7 @@ def checksum_of(*arrays)->int:
     "A number that tells observations apart: of their bytes, one array behind the other."
     return zlib.crc32(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
 
+# %% ../../nbs/crl/10_runner.ipynb #80fb939e
 @patch
 def place(self:Lanes)->tuple:   # of each lane: number of its episode, checksum of what it saw last
     "What [actors](19_crew.ipynb) tell of where they stand."
@@ -236,6 +237,7 @@ def state_dict(self:Lanes)->dict:
     return dict(episode=episode, actions=[list(a) for a in self.actions], seen=seen,
                 finished=[dict(f) for f in self.finished])
 
+# %% ../../nbs/crl/10_runner.ipynb #596ca31d
 @patch
 def load_state_dict(self:Lanes, state:dict):
     "Play every lane's episode again up to where it was; ValueError when it comes to another place."
@@ -247,9 +249,8 @@ def load_state_dict(self:Lanes, state:dict):
     for e,(now,seen) in enumerate(zip(self.place()[1], state["seen"], strict=True)):
         if now != seen: raise ValueError(
             f"{self.spec.get('task_id', self.spec['name'])}: episode {self.episode[e]} of environment {e} came to "
-            f"another place when "
-            f"its {len(self.actions[e])} actions were repeated; its simulator depends on more than seed and actions, "
-            "or has changed. Start in a new run_dir")
+            f"another place when its {len(self.actions[e])} actions were repeated; its simulator depends on more than "
+            "seed and actions, or has changed. Start in a new run_dir")
 
 @patch
 def go_to(self:Lanes, start:dict):   # episode, actions and seen of each lane
@@ -272,7 +273,7 @@ class Examiner:
     def play(self,
         agent,                # an `Agent`
         on_task=lambda: None, # called before each task
-        within=None           # context manager around a task's episodes, made from its id, as `eval_policy` of an algorithm
+        within=None           # context manager around a task's episodes, made from its id, as `eval_policy`
     )->list:                  # dicts: task, trial, reward, steps, success
         "All episodes of all tasks."
         records = []
@@ -281,20 +282,22 @@ class Examiner:
             records += self.task(agent, task_id, within)
         return records
 
-    def task(self, agent, task_id:str, within=None)->list:   # as `play`
-        "All episodes of one task."
-        draws,records = torch_rng(self.seed, "evaluation", task_id),[]
-        trials = [self.first+k for k in range(self.n_trials)]
-        with within(task_id) if within else nullcontext():
-            for first in range(0, self.n_trials, self.GROUP):
-                records += self.group(agent, task_id, trials[first:first+self.GROUP], draws)
-        return records
-
     def first_of(self, engine, trials:list)->tuple: return engine.begin(range(len(trials)), trials)
     def done_with(self, engine): pass   # it is used again
     def close(self):
         for engine in self.engines.values(): engine.close()
         self.engines = {}
+
+# %% ../../nbs/crl/10_runner.ipynb #c20890b8
+@patch
+def task(self:Examiner, agent, task_id:str, within=None)->list:   # as `play`
+    "All episodes of one task."
+    draws,records = torch_rng(self.seed, "evaluation", task_id),[]
+    trials = [self.first+k for k in range(self.n_trials)]
+    with within(task_id) if within else nullcontext():
+        for first in range(0, self.n_trials, self.GROUP):
+            records += self.group(agent, task_id, trials[first:first+self.GROUP], draws)
+    return records
 
 # %% ../../nbs/crl/10_runner.ipynb #c7a10010
 @patch

@@ -186,7 +186,7 @@ def make_node(self:SANE, number:int)->Node:
 
 @patch
 def check(self:SANE, exp, spaces):
-    "ValueError for pictures that are too small, and for memories of all nodes that are larger than the machine's, or would stay empty."
+    "ValueError for too small pictures, and for memories that are larger than the machine's or would stay empty."
     check_picture(spaces.image_size)
     check_fits(self.max_nodes*self.settings["frames"], spaces,
                f"keep fewer frames, or fewer than {self.max_nodes} nodes")

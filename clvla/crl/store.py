@@ -103,20 +103,25 @@ class UnrollFile:
     def __del__(self):
         if self.fd is not None: os.close(self.fd)
 
-    def __getitem__(self, k:int)->dict:
-        header,body = self.read(self.rows[k])
-        if (int(header["serial"]), zlib.crc32(body)) != (self.serials[k], self.sums[k]):
-            raise ValueError(f"row {self.rows[k]} of {self.path} is not what was written there: the file was changed, "
-                             "or the disk has lost it. Start in a new run_dir")
-        return self.layout.decode(body, int(header["cuts"]))
+# %% ../../nbs/crl/15_store.ipynb #5a75f490
+@patch
+def __getitem__(self:UnrollFile, k:int)->dict:
+    header,body = self.read(self.rows[k])
+    if (int(header["serial"]), zlib.crc32(body)) != (self.serials[k], self.sums[k]):
+        raise ValueError(f"row {self.rows[k]} of {self.path} is not what was written there: the file was changed, "
+                         "or the disk has lost it. Start in a new run_dir")
+    return self.layout.decode(body, int(header["cuts"]))
 
-    def append(self, unroll:dict):
-        for numbers,value in zip((self.rows, self.serials, self.sums), self.write(unroll)): numbers.append(value)
+@patch
+def append(self:UnrollFile, unroll:dict):
+    "Write an unroll behind the others."
+    for numbers,value in zip((self.rows, self.serials, self.sums), self.write(unroll)): numbers.append(value)
 
-    def __setitem__(self, k:int, unroll:dict):
-        old = self.rows[k]
-        self.rows[k],self.serials[k],self.sums[k] = self.write(unroll)
-        if not any(old in rows for rows in self.held): self.free.append(old)
+@patch
+def __setitem__(self:UnrollFile, k:int, unroll:dict):
+    old = self.rows[k]
+    self.rows[k],self.serials[k],self.sums[k] = self.write(unroll)
+    if not any(old in rows for rows in self.held): self.free.append(old)
 
 # %% ../../nbs/crl/15_store.ipynb #c7f00015
 @patch

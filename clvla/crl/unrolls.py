@@ -23,7 +23,7 @@ def batch_of(
     rollout:dict, # of N environments, T steps
     horizon:int,  # H, T or more
     task_id:str
-)->dict:          # (N,H,...) tensors, (N,H) padding; a list of N: what followed, and at which steps; the task's id N times
+)->dict:          # (N,H,...) tensors, (N,H) padding; lists of N: what followed and at which steps, the task's id
     "A rollout as a batch of unrolls."
     T,N = rollout["reward"].shape
     index,pad = torch.arange(horizon).clamp(max=T-1),torch.arange(horizon) >= T

@@ -34,6 +34,7 @@ def axis_stats(
     cols = dict(mean=x.mean(0), std=x.std(0), min=x.min(0), max=x.max(0), **q)
     return [dict(axis=name, **{k: float(v[i]) for k,v in cols.items()}) for i,name in enumerate(names)]
 
+# %% ../../nbs/data/12_check.ipynb #7b19c835
 def still_axes(
     column:str, # what the axes belong to
     stats:list  # of `axis_stats`

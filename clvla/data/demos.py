@@ -100,6 +100,7 @@ def _hashes(path:Path)->dict:
     "File -> SHA-256, for all files of a data set."
     return {str(f.relative_to(path)): sha256(f) for f in sorted(path.rglob("*")) if f.is_file()}
 
+# %% ../../nbs/data/08_demos.ipynb #3aa5ac07
 def recorded(
     out,          # a task's folder
     settings:dict # what the demonstrations should be made with

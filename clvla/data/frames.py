@@ -89,7 +89,7 @@ def _file(key:str)->str:
     return f"images.{key.removeprefix(IMAGES)}.npy" if key.startswith(IMAGES) else f"{key.split('.')[-1]}.npy"
 
 def _new_array(path:Path, dtype, shape:tuple)->np.ndarray:
-    "A mapped .npy file of zeros whose blocks are reserved: a write for which the disk has none would end the process (SIGBUS)."
+    "A mapped .npy file of zeros with reserved blocks: a write for which the disk has none would end the process."
     with open(path, "wb") as f:
         write_array_header_1_0(f, dict(descr=dtype_to_descr(dtype), fortran_order=False, shape=shape))
         header = f.tell()
@@ -284,7 +284,8 @@ def some_episodes(self:FrameStore,
     kept = np.unique(np.asarray(episodes, int))
     if not len(kept) or kept[0] < 0 or kept[-1] >= self.n_episodes:
         raise ValueError(
-            f"{self.path} has episodes 0..{self.n_episodes-1}, asked for {kept.tolist()}; needed is one or more of them")
+            f"{self.path} has episodes 0..{self.n_episodes-1}, asked for {kept.tolist()}; "
+            "needed is one or more of them")
     rows,part = np.flatnonzero(np.isin(self.episode, kept)),copy.copy(self)
     part.images = {k: Rows(v, rows) for k,v in self.images.items()}
     part.state,part.action,part.prompt_of = self.state[rows],self.action[rows],self.prompt_of[rows]

@@ -93,7 +93,8 @@ class Film:
     codec:str
 
     @property
-    def is_deep(self)->bool: return re.fullmatch(r"gray(9|1\d)..", self.pixels) is not None   # more than 8 bits of grey: depth
+    def is_deep(self)->bool:   # more than 8 bits of grey: depth
+        return re.fullmatch(r"gray(9|1\d)..", self.pixels) is not None
 
 # %% ../../nbs/data/11_gate.ipynb #5da94ec7
 def read_film(file)->Film:
@@ -180,6 +181,7 @@ def marked_depth(feature:dict)->bool:
     notes = [d for k in ("info", "video_info") if isinstance(d := feature.get(k), dict)]
     return any(d.get(k) is True for d in notes for k in ("is_depth_map", "video.is_depth_map"))
 
+# %% ../../nbs/data/11_gate.ipynb #a63c00b4
 def check_size(
     at,           # column and file, for the message
     feature:dict, # of info.json

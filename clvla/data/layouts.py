@@ -61,6 +61,7 @@ def check_layout(
             raise ValueError(f"{at}: {k!r} is {v!r}{closest(v, LAYOUT[k])}")
     return layout
 
+# %% ../../nbs/data/05_layouts.ipynb #7cc948d4
 def convert(
     ep:dict,    # an episode, its columns named already
     layout:dict # how it was recorded; what it does not say is as in this project

@@ -87,7 +87,7 @@ def _of_before(
 
 # %% ../../nbs/data/07_lerobot.ipynb #5256df19
 def _sizes(part:dict, made:float)->dict:
-    "A part with the sizes of its files, as stores noted them before; -1 for one that was changed after the store was made."
+    "A part with the sizes of its files, as older stores noted them; -1 for a file that was changed after the store."
     root = Path(part["path"])
     s = {name: (root/name).stat() for name in part["files"]}
     return part | dict(files={k: v.st_size if max(v.st_mtime, v.st_ctime) < made else -1 for k,v in s.items()})
@@ -121,7 +121,8 @@ def import_task(
     n = sum(k for o in parts for _,k,_ in episode_list(o["path"], o["task_index"]))
     if not n: raise ValueError(f"task {task.id!r} has no frames in {[o['path'] for o in parts]}")
     for o in parts:
-        depth,named = lerobot_index(o["path"]).depth,cameras or o.get("layout", {}).get("cameras")
+        depth = lerobot_index(o["path"]).depth
+        named = cameras or o.get("layout", {}).get("cameras")
         if depth and not named:
             print(f"{o['path']}: {', '.join(depth)} hold depth and are left out; name them with `cameras` to have them")
     eps = (e for o in parts for e in read_lerobot(o["path"], o["task_index"], image_size, cameras, o.get("layout")))

@@ -60,7 +60,7 @@ def episode_list(
 
 # %% ../../nbs/data/15_lerobot_read.ipynb #6f9b4ca8
 def _video(path:Path, start:float, size):
-    "Time and picture (h,w,3) uint8 of the frames of a video file, from a time on; decoded from the key frame before it."
+    "Time and picture (h,w,3) uint8 of a video file's frames, from a time on; decoded from the key frame before it."
     require("av", "lerobot")
     import av
     # as mp4 and nothing else: a playlist under this name could lead to other files

@@ -62,7 +62,7 @@ def _open(data:bytes, where):
 def picture_file(
     where # what is being read, for the message
 ):
-    "Turn what a damaged picture file makes PIL raise into a ValueError that names it; a refused form keeps its sentence."
+    "Turn what PIL raises for a damaged file into a ValueError that names it; a refused form keeps its sentence."
     try: yield
     except ValueError: raise
     except Exception as e:
@@ -104,6 +104,7 @@ def decode_image(
             "meta/info.json says; a camera has one size in a data set")
     return x if size is None else squeezed(x, size)
 
+# %% ../../nbs/data/06_lerobot_write.ipynb #03d3656e
 def squeezed(
     picture:np.ndarray, # (h,w,3) uint8
     n:int               # pixels

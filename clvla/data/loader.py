@@ -42,7 +42,7 @@ class TaskData:
         return self.stores[task_id]
 
     def n_frames(self, task_id:str)->int: return len(self.store(task_id))
-    def episodes(self, task_id:str)->np.ndarray: return self.store(task_id).episode   # (N,) episode of each frame, from 0
+    def episodes(self, task_id:str)->np.ndarray: return self.store(task_id).episode   # (N,) of each frame, from 0
 
     def actions(self, task_id:str)->np.ndarray:
         "(N,A) action of each frame as it was recorded; of discrete ones 1 for the chosen one and 0 elsewhere."
@@ -74,6 +74,7 @@ def _processed(self:TaskData, raw:dict)->dict:
     batch = self.processor(raw)
     return batch if self.prepare is None else self.prepare(batch)
 
+# %% ../../nbs/data/03_loader.ipynb #53a0edee
 @patch
 def fetch_refs(self:TaskData,
     refs:list # of (task id, frame number), of any tasks in any order

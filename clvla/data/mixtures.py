@@ -129,6 +129,7 @@ def check_mixture(
         else: raise ValueError(f"{found}; one policy has one size: {how(b)}, or train two streams")
     return list(dict.fromkeys(lines))
 
+# %% ../../nbs/data/13_mixtures.ipynb #393caf02
 def _differing(parts:list):
     "Each part, an earlier one, and in what they differ; the first of all may not say what the others do."
     known = [facts(part) for part in parts] if len(parts) > 1 else []

@@ -103,12 +103,15 @@ def slug(text:str, taken)->str:
     if len(base) > LONGEST: base = f"{base[:LONGEST-9]}-{sha256(text.encode()).hexdigest()[:8]}"
     return next(i for i in (base, *(f"{base}-{k}" for k in range(2, 10_000))) if i not in taken)
 
+# %% ../../nbs/data/04_partition.ipynb #8166930a
 def each_once(paths:list)->list:
     "The folders; ValueError for one that is there twice, perhaps under two names: its frames would count twice."
     known = {}
     for path in paths:
         whole = os.path.realpath(path)
-        if whole in known: raise ValueError(f"data set {path} is named twice (before as {known[whole]}), and its frames would count twice; "
+        if whole in known:
+            raise ValueError(
+                f"data set {path} is named twice (before as {known[whole]}), and its frames would count twice; "
                                             "name it once")
         known[whole] = path
     return paths
@@ -125,6 +128,7 @@ def by_task_index(paths:list)->list:
         tasks[i] = Task(i, i, text, None, dict(kind="lerobot", parts=of_text))
     return list(tasks.values())
 
+# %% ../../nbs/data/04_partition.ipynb #0cc6b191
 def by_dataset(paths:list)->list:
     "One task per data set, whatever instructions it holds; each frame keeps its own instruction."
     tasks = {}

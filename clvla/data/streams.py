@@ -22,7 +22,7 @@ class Task:
     env:dict|None = None         # environment: {"kind", "name", "max_steps"}; None when it can only be trained on
     source:dict|None = None      # demonstrations: {"kind": "demos"} or {"kind": "lerobot", "parts": [...]}
     eval_env:dict|None = None    # environment of its evaluation; None = `env`
-    budget:int|None = None       # steps of its stage: optimizer steps of a policy, environment steps of an agent; None = those of the run
+    budget:int|None = None       # steps of its stage: a policy's updates, environment steps of agents; None = the run's
     trained:bool = True          # False: a probe, evaluated and never trained on
 
     def __post_init__(self):
@@ -122,7 +122,7 @@ def stream_from(
     d:dict,                # what `stream_json` gave, perhaps read from a file
     where:str="stream.json" # the file that it comes from
 )->Stream:
-    "The stream that `stream_json` described; a run adds the names of its `stages`; ValueError for code of a stranger's."
+    "The stream that `stream_json` described; a run adds the names of its `stages`; ValueError for a stranger's code."
     check_stored(d, where)
     entries(d, STREAM, str(where), optional=["stages"])
     if any(type(name) is not str for name in d.get("stages", ())):

@@ -23,7 +23,9 @@ from .results import Results, read_results
 from .stats import mcnemar, wilson
 
 # %% ../../nbs/eval/12_audit.ipynb #247e41f6
-def z_of(conf:float)->float: return NormalDist().inv_cdf(.5+conf/2)
+def z_of(conf:float)->float:
+    "Half the width of a normal variable's central interval, in standard deviations."
+    return NormalDist().inv_cdf(.5+conf/2)
 
 def paired_interval(b:int, c:int, n:int, conf:float=.95)->tuple:
     "Interval of the difference of two shares of the same n initial states (eq. 1)."
@@ -62,7 +64,8 @@ def episodes_needed(p1:float, p2:float, power:float=.8)->float:
 
 def smallest_shown(p:float, n:int, power:float=.8)->float:
     "The smallest difference from `p`, towards the middle, that n episodes each show; 1 where there is none."
-    low,high,sign = 0.,max(p, 1-p),-1 if p > .5 else 1
+    low,high = 0.,max(p, 1-p)
+    sign = -1 if p > .5 else 1
     if episodes_needed(p, p+sign*high, power) > n: return 1.
     for _ in range(50):
         mid = (low+high)/2
@@ -89,7 +92,7 @@ class Verdict:
 
 # %% ../../nbs/eval/12_audit.ipynb #951e2cab
 def together(a:Results, b:Results)->tuple: # counts of both
-    "The counts of the tasks that both have, or of all where one says only how all went; ValueError where they share none."
+    "The counts of the tasks that both have, or of all where one has only a total; ValueError where they share none."
     if ["all"] in ([*a.counts.index], [*b.counts.index]): return a.counts.sum(),b.counts.sum()
     shared = [t for t in a.counts.index if t in b.counts.index]
     if shared: return a.counts.loc[shared].sum(),b.counts.loc[shared].sum()
@@ -142,7 +145,7 @@ class AuditConfig:
     margin:float = 5.     # points: a difference that is certainly smaller counts as alike
     out:str = ""          # folder for text, tables, figure and numbers; "": none
     plan:str|dict = ""    # file of a plan that was written before (page eval/plan)
-    matrices:bool = False # whole matrices, with forgetting and transfer, in the place of the last stage (page eval/matrices)
+    matrices:bool = False # whole matrices, with forgetting and transfer, not the last stage (page eval/matrices)
 
     @property
     def texts(self)->list: return self.results.split() if isinstance(self.results, str) else list(self.results)
@@ -159,7 +162,9 @@ def check_audit(cfg:AuditConfig)->AuditConfig:
     return cfg
 
 # %% ../../nbs/eval/12_audit.ipynb #4b913419
-def percent(x:float)->str: return f"{100*x:.1f}"
+def percent(x:float)->str:
+    "A share in percent, with one decimal."
+    return f"{100*x:.1f}"
 
 def sentence(v:Verdict)->str:
     "A comparison for a paper."
@@ -252,7 +257,7 @@ def audit_facts(results:list, verdicts:list)->dict:
             for r in results]
     return dict(results=read, verdicts=[{k: number(x) for k,x in asdict(v).items()} for v in verdicts])
 
-def write_audit(folder, results:list, verdicts:list, followed=None)->Path:   # followed: a `Followed` of page eval/followed
+def write_audit(folder, results:list, verdicts:list, followed=None)->Path:   # followed: of page eval/followed
     "Write audit.txt, .md, .tex, .json and .html."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,8 @@ def chunk_of(
 )->torch.Tensor: # (B,H,A), with n > 1 (B,n,H,A)
     "What `predict_chunk` returned; ContractError when it is no such tensor, or holds numbers that are not finite."
     tasks = ", ".join(dict.fromkeys(repr(row.task.id) for row in rows if row.trial is not None))
-    who,size = (f"{author(policy)}.predict_chunk of task {tasks}",(policy.H, policy.A) if isinstance(policy, Policy)
-                else ("H", "A"))
+    who = f"{author(policy)}.predict_chunk of task {tasks}"
+    size = (policy.H, policy.A) if isinstance(policy, Policy) else ("H", "A")
     shape = len(rows),*((n,) if n > 1 else ()),*size
     expected = f"a tensor {shape} of float numbers on {next(policy.parameters()).device}"
     try: chunk = policy.predict_chunk(obs, **kw | (dict(n=n) if n > 1 else {}))

@@ -15,7 +15,7 @@ def changed_table(
     found:dict, # what was changed, "" for nothing -> records
     task_ids=() # of the run; `Probe`s have a column, and count in no success
 )->pd.DataFrame:
-    "Success in percent of each evaluation, Wilson's 95 % interval, what is left of the plain one, and each task's success."
+    "Success in percent of each evaluation, its 95 % interval, what is left of the plain one, and each task's."
     rows = []
     for label,records in found.items():
         tasks = {}

@@ -25,6 +25,7 @@ def outcomes_of(x, what:str)->np.ndarray:
             f"{what}: found shape {x.shape}, expected outcomes 0 and 1 of (checkpoints, starts), at least one of each")
     return x
 
+# %% ../../nbs/eval/20_choice.ipynb #cbc8359b
 def choice(
     reported, # (checkpoints, starts) outcomes, in the order of training; a row may be a text as "0110"
     other     # (checkpoints, other starts), of the same checkpoints

@@ -68,8 +68,8 @@ def read_run(path)->Run:
         raise ValueError(f"{path} has no results, it lacks {', '.join(lacking)}; has the run been evaluated?")
     config = read_json(home/"config.json")
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{home/'config.json'} is of type {type(config).__name__}, expected a dict of settings; take the run's file")
+        raise ValueError(f"{home/'config.json'} is of type {type(config).__name__}, expected a dict of settings; "
+                         "take the run's file")
     if evaluation:   # never averaged with the run's own episodes
         config = {**config, "evaluation": path.name, "n_trials": settings.get("n_trials", config.get("n_trials"))}
         config |= dict(plan=settings.get("plan") or config.get("plan", ""))
@@ -358,8 +358,8 @@ class CompareConfig:
     seed:int = 0                  # of the bootstrap
     report:str = ""               # HTML file to write as well; empty = none
     plugins:list = field(default_factory=list) # modules and .py files that bring metrics of your own
-    plan:str|dict = ""            # file of a plan that was written before the runs (page eval/plan); it names groups and baseline
-    equal:str = ""                # pair only runs that used as much of it: bytes, seconds, core_seconds or samples (page eval/budgets)
+    plan:str|dict = ""            # file of a plan from before the runs (page eval/plan); it names groups and baseline
+    equal:str = ""                # pair only runs of equal bytes, seconds, core_seconds or samples (eval/budgets)
     tolerance:float = .1          # by how much their budgets may differ, as a share of the baseline's
 
     @property

@@ -34,7 +34,9 @@ class Planned:
     p_holm:float = float("nan")
     says:str = "no runs"   # shown, not shown, too small to tell, or no runs
 
-def unit(plan:dict)->int: return 1 if plan["endpoint"] in plain else 100   # shares are told in points
+def unit(plan:dict)->int:
+    "By what a difference is multiplied for the report: shares are given in points."
+    return 1 if plan["endpoint"] in plain else 100
 
 def decide(
     plan:dict,
@@ -45,7 +47,8 @@ def decide(
     for r,p in zip(rows, holm([1. if isnan(r.p) else r.p for r in rows])):
         if isnan(r.p): continue
         small = -plan["smallest"] < unit(plan)*r.low and unit(plan)*r.high < plan["smallest"]
-        r.p_holm,r.says = float(p),"shown" if p <= plan["alpha"] else "not shown" if small else "too small to tell"
+        r.p_holm = float(p)
+        r.says = "shown" if p <= plan["alpha"] else "not shown" if small else "too small to tell"
     return rows
 
 # %% ../../nbs/eval/14_followed.ipynb #e8518109
@@ -84,7 +87,7 @@ def by_seeds(
     return Planned(method, len(x), t.value, t.low, t.high, t_test(x, noise))
 
 def noise_of(x, runs:list, metric:str)->float:
-    "Variance of a difference of two runs by their trials where all seeds have one difference; 0 where they have a spread of their own."
+    "Variance of two runs' difference by their trials where all seeds have one difference; 0 where they spread."
     return 0. if np.std(x) > 1e-12 else 2*float(np.mean([_noise(r, metric) for r in runs]))
 
 def _noise(run:Run, metric:str)->float:
@@ -104,7 +107,9 @@ def of_hash(plan:dict, stored, who:str)->list:
     if digest == plan["sha256"]: return []
     return [f"{who} was begun {f'under another plan ({digest[:8]})' if digest else 'without a plan'}"]
 
-def names_of(plan:dict)->list: return [plan["baseline"], *plan["methods"]]
+def names_of(plan:dict)->list:
+    "The baseline and the methods that are compared with it."
+    return [plan["baseline"], *plan["methods"]]
 
 # %% ../../nbs/eval/14_followed.ipynb #06d13b15
 def of_runs(
@@ -158,26 +163,38 @@ class Followed:
     @property
     def table(self)->pd.DataFrame: return pd.DataFrame([asdict(t) for t in self.tests])
     @property
-    def text(self)->str: return "\n".join([plan_sentence(self.plan), *self._followed(), *(test_sentence(self, t) for t in self.tests), *self._besides()])
-    def _followed(self)->list: return ["It was followed."] if not self.deviations else ["It was not followed:", *(f"- {line}" for line in self.deviations)]
-    def _besides(self)->list: return [f"Looked at besides, not planned: {'; '.join(self.besides)}."]*bool(self.besides)+self.unsaid
+    def text(self)->str:
+        return "\n".join([plan_sentence(self.plan), *self._followed(), *(test_sentence(self, t) for t in self.tests),
+                          *self._besides()])
+    def _followed(self)->list:
+        return (["It was followed."] if not self.deviations
+                else ["It was not followed:", *(f"- {line}" for line in self.deviations)])
+    def _besides(self)->list:
+        return [f"Looked at besides, not planned: {'; '.join(self.besides)}."]*bool(self.besides)+self.unsaid
     def to_json(self)->dict:
         tests = [{k: None if isinstance(v, float) and isnan(v) else v for k,v in asdict(t).items()} for t in self.tests]
-        return dict(plan=self.plan, followed=not self.deviations, deviations=self.deviations, tests=tests, besides=self.besides, unsaid=self.unsaid)
+        return dict(plan=self.plan, followed=not self.deviations, deviations=self.deviations, tests=tests,
+                    besides=self.besides, unsaid=self.unsaid)
 
+# %% ../../nbs/eval/14_followed.ipynb #ce9518d4
 def plan_sentence(plan:dict)->str:
     "A plan in a line."
-    return (f"{brief('plan', plan)}: {plan['endpoint']} of {', '.join(plan['methods'])} against {plan['baseline']}, seeds {', '.join(map(str, plan['seeds']))}, "
-            f"{plan['episodes']} episodes of each task; {TESTS[plan['test']]}, alpha {plan['alpha']:g}, smallest difference of interest {plan['smallest']:g}{' points'*(unit(plan) == 100)}.")
+    return (f"{brief('plan', plan)}: {plan['endpoint']} of {', '.join(plan['methods'])} against {plan['baseline']}, "
+            f"seeds {', '.join(map(str, plan['seeds']))}, "
+            f"{plan['episodes']} episodes of each task; {TESTS[plan['test']]}, alpha {plan['alpha']:g}, smallest "
+            f"difference of interest {plan['smallest']:g}{' points'*(unit(plan) == 100)}.")
 
 def test_sentence(f:Followed, t:Planned)->str:
     "The verdict on one method."
-    who,how = f"{t.method} against {f.plan['baseline']}: ","As planned, " if not f.deviations else "Not as planned, "
+    who = f"{t.method} against {f.plan['baseline']}: "
+    how = "As planned, " if not f.deviations else "Not as planned, "
     if t.says == "no runs": return f"{who}no verdict, {t.n} shared {'seeds' if f.plan['test'] == 't' else 'episodes'}."
     low,high,by = (unit(f.plan)*x for x in (t.low, t.high, t.difference))
     less = max(abs(low), abs(high)) < f.plan["smallest"]
-    return (f"{how}{who}{t.says}. {f.plan['endpoint']} {by:+.1f}{' points'*(unit(f.plan) == 100)}, {100*(1-f.plan['alpha']):g} % interval "
-            f"[{low:.1f}, {high:.1f}], p = {t.p_holm:.2g} after Holm, n = {t.n}"+", smaller than what is of interest"*(t.says == "shown" and less)+".")
+    small = ", smaller than what is of interest"*(t.says == "shown" and less)
+    return (f"{how}{who}{t.says}. {f.plan['endpoint']} {by:+.1f}{' points'*(unit(f.plan) == 100)}, "
+            f"{100*(1-f.plan['alpha']):g} % interval [{low:.1f}, {high:.1f}], "
+            f"p = {t.p_holm:.2g} after Holm, n = {t.n}{small}.")
 
 # %% ../../nbs/eval/14_followed.ipynb #b4508c0f
 FREE = ("n_trials",)   # another number of episodes than planned is said here, so `group` need not refuse it
@@ -200,6 +217,7 @@ def planned_tests(
                 else Planned(name, 0, *[float("nan")]*4))
     return decide(plan, [one(name) for name in plan["methods"]])
 
+# %% ../../nbs/eval/14_followed.ipynb #895d0318
 def follow_runs(
     plan:dict,     # checked
     groups:dict,   # label -> runs, which may differ in `FREE`

@@ -73,7 +73,9 @@ def of_table(name:str, path:Path, n:int)->Matrix:
         raise ValueError(f"{path}: a stage trained {wrong[0]!r}, and the tasks are {', '.join(tasks[:6])}")
     if len(set(tasks)) < len(tasks): raise ValueError(f"{path}: a task has two columns: {', '.join(tasks)}")
     if not stages or not tasks or t.isna().all(axis=None):
-        raise ValueError(f"{path} has no cell: expected a column for each task, and a line for each stage that names the task it trained")
+        raise ValueError(
+            f"{path} has no cell: expected a column for each task, and a line for each stage that names the task it "
+            f"trained")
     R = t.apply(pd.to_numeric, errors="coerce").to_numpy(float)
     if (np.isnan(R) & t.notna().to_numpy()).any() or not (np.isnan(R) | (0 <= R) & (R <= 100)).all():
         raise ValueError(f"{path}: a cell is a share, a percentage, or empty")
@@ -157,7 +159,7 @@ def intervals(
 
 # %% ../../nbs/eval/17_matrices.ipynb #b41c07d4
 def aligned(matrices:list)->list: # of `Matrix`
-    "The same matrices; those with single results have one order of tasks and initial states, so that equal weights fall on equal ones."
+    "The same matrices; single results get one order of tasks and initial states, so that weights fall on equal ones."
     singles = [x.out for x in matrices if x.out is not None]
     if not singles: return matrices
     order,trials = list(singles[0].matrix.task_ids),sorted({i for out in singles for i in out.trials})

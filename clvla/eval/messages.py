@@ -92,6 +92,7 @@ def _unpacked(x, depth:int=0):
     if x is None or isinstance(x, (bool, int, float, str)): return x
     raise ValueError(f"a message holds a {type(x).__name__}, expected numbers, texts, lists, dicts and arrays")
 
+# %% ../../nbs/eval/15_messages.ipynb #ffca7ec0
 def unpack(data:bytes)->dict: # type, payload, seq, timestamp
     "Read a message; ValueError for bytes that are none."
     require("msgpack", "served")
@@ -124,7 +125,8 @@ def action_of(
     if isinstance(action, list) and all(type(x) in (int, float) for x in action): action = np.array(action, float)
     if not isinstance(action, np.ndarray) or action.dtype.kind not in "fiu":
         raise ValueError(
-            f"its answer has {plain(', '.join(map(str, payload)), 200) or 'nothing'}, expected 'actions', {dim} numbers")
+            f"its answer has {plain(', '.join(map(str, payload)), 200) or 'nothing'}, "
+            f"expected 'actions', {dim} numbers")
     if action.shape == (1, dim): action = action[0]
     if action.ndim == 2:
         raise ValueError(

@@ -61,23 +61,32 @@ def seeds_of(
         raise ValueError(f"{at}: seeds is {said!r}, expected different whole numbers from 0, at least one")
     return sorted(said)
 
+# %% ../../nbs/eval/13_plan.ipynb #cdaa2bb0
 def _check_names(plan:dict, at:str):
     "ValueError for a metric, a test or a method that is none."
     if plan["endpoint"] not in metrics:
-        raise ValueError(f"{at}: unknown endpoint {plan['endpoint']!r}, which may be a plugin's{closest(plan['endpoint'], metrics)}")
+        raise ValueError(
+            f"{at}: unknown endpoint {plan['endpoint']!r}, which may be a plugin's{closest(plan['endpoint'], metrics)}")
     if plan["test"] not in TESTS: raise ValueError(f"{at}: unknown test {plan['test']!r}{closest(plan['test'], TESTS)}")
     if plan["test"] != "t" and plan["endpoint"] != "ASR":
-        raise ValueError(f"{at}: {plan['test']} counts successes at the end, so endpoint is ASR, found {plan['endpoint']!r}; or test: t")
+        raise ValueError(
+            f"{at}: {plan['test']} counts successes at the end, so endpoint is ASR, found {plan['endpoint']!r}; or "
+            f"test: t")
     names = [plan["baseline"], *plan["methods"]]
-    if not plan["methods"] or not all(isinstance(m, str) and m for m in [*names, *plan["by"]]) or len(set(names)) < len(names):
-        raise ValueError(f"{at}: methods is {plan['methods']!r} and baseline {plan['baseline']!r}, expected different names, one method or more")
+    named = all(isinstance(m, str) and m for m in [*names, *plan["by"]])
+    if not plan["methods"] or not named or len(set(names)) < len(names):
+        raise ValueError(
+            f"{at}: methods is {plan['methods']!r} and baseline {plan['baseline']!r}, expected different names, one "
+            f"method or more")
 
 def _check_numbers(plan:dict, at:str):
     "ValueError for a number that cannot be meant."
     if plan["test"] == "t" and len(plan["seeds"]) < 3:
-        raise ValueError(f"{at}: a test over seeds needs three or more, found {plan['seeds']}; plan more seeds, or test: McNemar")
+        raise ValueError(
+            f"{at}: a test over seeds needs three or more, found {plan['seeds']}; plan more seeds, or test: McNemar")
     for k,low,high in (("episodes", 0, 10**6), ("smallest", 0, 100), ("alpha", 0, .5)):
-        if not low < plan[k] <= high: raise ValueError(f"{at}: {k} is {plan[k]}, expected more than {low} and at most {high}")
+        if not low < plan[k] <= high:
+            raise ValueError(f"{at}: {k} is {plan[k]}, expected more than {low} and at most {high}")
 
 # %% ../../nbs/eval/13_plan.ipynb #837a8e10
 def read_plan(
@@ -99,13 +108,15 @@ def read_plan(
         raise ValueError(f"plan {path}: {twice[0]} is there twice; give it once")
     return check_plan(said, f"plan {path}")
 
+# %% ../../nbs/eval/13_plan.ipynb #52e26eae
 def planned(
     cfg,    # a config with `plan`
     run=None # config of the training; None: the same
 ):
     "A step of `resolve`: the plan in the place of its file; ValueError for a seed that is not of the plan."
     if not cfg.plan: return cfg
-    plan,run = read_plan(cfg.plan),run or cfg
+    plan = read_plan(cfg.plan)
+    run = run or cfg
     if wrong := [k for k in plan["by"] if k not in vars(run)]:
         raise ValueError(f"plan: by has {wrong[0]!r}, which is no setting of this run{closest(wrong[0], vars(run))}")
     if run.seed in plan["seeds"]: return replace(cfg, plan=plan)

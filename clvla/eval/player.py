@@ -92,7 +92,7 @@ def evaluate(self:Player,
     actions:dict=None, # if a dict, (task id, trial) -> (n,A) executed actions are put there, for films
     on_round=None,   # called before each policy call, and after each second without an answer; may raise
     algo=None,       # `eval_key(task_id)` groups rows, `eval_policy(policy, task_id)` changes the policy for a group
-    recorder=None    # wants the observations after the steps `recorder.watch` of each chunk; `hear(row, result)` gets all;
+    recorder=None    # wants the observations after `recorder.watch` steps of each chunk; `hear(row, result)` gets all;
                      # `recorder.expert`: the expert's part, as `EnvPool.step` takes it
 )->list:             # the new records of this process, by task and trial
     "Evaluate the policy on our part of the episodes; the end of the page says when records are the same."

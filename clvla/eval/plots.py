@@ -37,6 +37,7 @@ def _cell_hover(k, n)->str:
     low,high = wilson(k, n)
     return f"{k:g} of {n:g} = {100*k/n:.1f} %<br>95 % interval {100*low:.1f} to {100*high:.1f} %"
 
+# %% ../../nbs/eval/07_plots.ipynb #d57b6d26
 def heatmap(
     m:SuccessMatrix,
     title:str="Success on each task (columns) after each stage (rows)"
@@ -92,7 +93,9 @@ NAMED = dict(blue=PALETTE[0], red=PALETTE[1], green=PALETTE[2], purple=PALETTE[3
              black=(30, 30, 30),
              white=(200, 200, 200))
 
-def css(rgb, alpha:float=1.)->str: return f"rgba({','.join(map(str, rgb))},{alpha:g})"   # a colour as plotly takes it
+def css(rgb, alpha:float=1.)->str:
+    "A colour as plotly takes it."
+    return f"rgba({','.join(map(str, rgb))},{alpha:g})"
 
 def task_colors(
     names # of tasks

@@ -73,6 +73,7 @@ def of_episodes(name:str, form:str, rows:pd.DataFrame)->Results:
         lacks.append(f"its episodes come from {seeds} seeds and are counted as those of one policy")
     return Results(name, form, counts, rows, lacks)
 
+# %% ../../nbs/eval/11_results.ipynb #d7383f18
 def of_counts(name:str, form:str, counts:pd.DataFrame)->Results:
     "Results from counts; ValueError for counts that no trials can give."
     counts = counts.assign(**{c: pd.to_numeric(counts[c], errors="coerce").astype(float) for c in ("k", "n")})
@@ -152,7 +153,8 @@ def share_interval(
 )->tuple:           # mean, low, high
     "Mean of shares with its 95 % interval: episodes weighted anew, with the pseudo-trial of page stats."
     x,rng = np.asarray(x, float),np_rng(0, "credit")
-    w,(a,b) = rng.exponential(size=(n_boot, len(x))) if len(x) <= 5000 else None,rng.gamma(.5, size=(2, n_boot))
+    w = rng.exponential(size=(n_boot, len(x))) if len(x) <= 5000 else None
+    a,b = rng.gamma(.5, size=(2, n_boot))
     if w is None:   # many episodes: the mean is normal
         half = 1.96*x.std()/len(x)**.5
         return float(x.mean()),max(0., float(x.mean()-half)),min(1., float(x.mean()+half))
@@ -175,7 +177,8 @@ def of_lerobot(name:str, d:dict)->Results|None: # None where it is no such file
 def of_vla_eval(name:str, d:dict)->Results|None: # None where it is no such file
     "Results of an aggregate of vla-eval."
     if "harness_version" not in d or not isinstance(d.get("tasks"), list): return None
-    seed,rows,errors = d.get("seed") or 0,[],0
+    seed = d.get("seed") or 0
+    rows,errors = [],0
     for task in d["tasks"]:
         for e in task["episodes"]:
             errors += bool(e.get("failure_reason"))
@@ -203,6 +206,7 @@ def lines_of_openvla(text:str):
     for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():   # without colours
         if m := LINE.fullmatch(line.strip()): yield m[1].strip(":"),m[2].removesuffix("...")
 
+# %% ../../nbs/eval/11_results.ipynb #9f111757
 def rows_of_openvla(name:str, lines)->list:
     "Episodes from such lines; ValueError where they are not those that the text counts."
     rows,task,number,nth = [],None,None,{}
@@ -238,7 +242,8 @@ def of_openvla(name:str, text:str)->Results|None: # None where it is no such tex
         found.lacks.append(f"{errors} of its episodes ended with an error and count as failures")
     if found.counts.n.nunique() > 1:
         found.lacks.append(
-            f"its tasks have {found.counts.n.min()} to {found.counts.n.max()} episodes: it was stopped, or skipped some")
+            f"its tasks have {found.counts.n.min()} to {found.counts.n.max()} episodes: "
+            "it was stopped, or skipped some")
     return found
 
 # %% ../../nbs/eval/11_results.ipynb #0fcb9867
@@ -259,7 +264,7 @@ def stored_stream(path:Path)->dict|None: # with stages and tasks; None where the
 
 # %% ../../nbs/eval/11_results.ipynb #90bc18f1
 def ends_at(path:Path, records:list)->tuple: # records; names of the tasks that are left out
-    "The last stage's records of the tasks that are trained, as success is counted everywhere; of all where each is a probe."
+    "The last stage's records of the trained tasks, as success is counted everywhere; of all where each is a probe."
     if (stream := stored_stream(path)) is None: return final(records),[]
     ends = final_trained(records, ids_of(stream))
     return ends,sorted({r["task"] for r in final(records)} - {r["task"] for r in ends})
@@ -277,12 +282,11 @@ def of_run(name:str, path:Path)->Results:
     changed = sorted({r["perturb"] for r in records if r.get("perturb")})   # page envs/perturb
     found = of_episodes(name, f"a run of clvla, its last stage{', under '*bool(changed)}{', '.join(changed)}",
                         pd.DataFrame(rows, columns=COLUMNS))
-    found.plan,found.changed,found.unfinished = (config.get("plan")
-                                                 or run.get("plan", ""),", ".join(changed),
-                                                 unfinished(path, config, records))
+    found.plan = config.get("plan") or run.get("plan", "")
+    found.changed,found.unfinished = ", ".join(changed),unfinished(path, config, records)
     found.lacks += [f"the run {found.unfinished}"]*bool(found.unfinished)
-    found.lacks += [
-        f"{', '.join(probes)}, on which it was not trained, {'is' if len(probes) == 1 else 'are'} left out"]*bool(probes)
+    if probes: found.lacks.append(f"{', '.join(probes)}, on which it was not trained, "
+                                  f"{'is' if len(probes) == 1 else 'are'} left out")
     return found
 
 # %% ../../nbs/eval/11_results.ipynb #ce11004c
@@ -316,7 +320,7 @@ def of_json(name:str, path:Path, d)->Results:
 
 # %% ../../nbs/eval/11_results.ipynb #1c7e5814
 def own_name(text:str)->str:
-    "What is called so by itself: numbers as they are, a folder whole (`lr-0.1` is no `lr-0`), a file without its ending."
+    "The name of a result: numbers as they are, a folder whole (`lr-0.1` is no `lr-0`), a file without its ending."
     if re.fullmatch(r"[\d.]+ ?%?/\d+", text): return text
     return (Path(text).name if Path(text).is_dir() else Path(text).stem) or text
 

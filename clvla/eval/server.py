@@ -82,6 +82,7 @@ def _next(self:Server)->list|None:   # of (request, Future); None: closed
         first = [self.waiting.popleft() for _ in range(min(self.max_batch, len(self.waiting)))]
     return [(request, future) for _,request,future in first if future.set_running_or_notify_cancel()]
 
+# %% ../../nbs/eval/10_server.ipynb #fefee568
 @patch
 def _serve(self:Server):
     "Answer batch after batch."

@@ -31,7 +31,9 @@ def rule(
     if not low <= high: raise ValueError(f"interval [{low}, {high}]: expected two numbers, the lower one first")
     if not smallest > 0: raise ValueError(f"smallest is {smallest}, expected points above 0")
     if claim == "less": return rule("more", -high, -low, smallest)
-    above,not_above,within = low > 0 and high >= smallest,high < smallest,-smallest < low and high < smallest
+    above = low > 0 and high >= smallest
+    not_above = high < smallest
+    within = -smallest < low and high < smallest
     apart = (low > 0 or high < 0) and not within
     holds,fails = {"more": (above, not_above), "not more": (not_above, above), "alike": (within, apart)}[claim]
     words = [w for w,true in (("holds", holds), ("does not", fails)) if true]
@@ -50,7 +52,7 @@ class ClaimVerdict:
     says:str        # holds, does not, too small to tell
     could:float     # points: the smallest difference that these runs could have shown
     level:float = 95. # of the interval, percent
-    p_holm:float = field(default=float("nan"), repr=False) # of a plan's test, where the correction for its tests decides
+    p_holm:float = field(default=float("nan"), repr=False) # of a plan's test, where Holm's correction decides
 
     @property
     def text(self)->str:

@@ -140,6 +140,7 @@ def policy_arguments(
     if n_actions is not None: kw.setdefault("n_actions", n_actions)
     return config | kw
 
+# %% ../../nbs/policies/09_all.ipynb #2be952bc
 def check_norm(
     name:str,   # of a policy, for the message
     norm:str,   # action_norm of a run; "": not decided yet
@@ -147,7 +148,8 @@ def check_norm(
 ):
     "ValueError for normalised actions that a policy would cut off."
     if not norm or fits is None or norm in fits: return
-    raise ValueError(f"action_norm is {norm!r}, and {name} gives actions in [-1,1] alone, so that larger ones would be cut off; set "
+    raise ValueError(
+        f"action_norm is {norm!r}, and {name} gives actions in [-1,1] alone, so that larger ones would be cut off; set "
                      f"action_norm to {' or '.join(map(repr, fits))}")
 
 def check_policy(
@@ -159,7 +161,8 @@ def check_policy(
     family,kw = policies[cfg.model],policy_arguments(cfg, **sizes)
     family.check(**kw)
     check_norm(cfg.model, getattr(cfg, "action_norm", ""), family.norms_of(kw))
-    rank,largest = getattr(cfg, "lora_rank", 0) or 0,family.largest_rank(**kw)
+    rank = getattr(cfg, "lora_rank", 0) or 0
+    largest = family.largest_rank(**kw)
     check_adapters(rank, getattr(cfg, "lora_dropout", 0.), getattr(cfg, "lora_init", "kaiming"))
     if largest is not None: check_rank(rank, largest)
 

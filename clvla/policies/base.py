@@ -67,9 +67,11 @@ def use_tf32(
     "Whether a GPU computes with float32 in TF32."
     cuda,cudnn = torch.backends.cuda.matmul,torch.backends.cudnn
     before = cuda.allow_tf32,cudnn.allow_tf32
-    cuda.allow_tf32,cudnn.allow_tf32 = products,products if convolutions is None else convolutions
+    cuda.allow_tf32 = products
+    cudnn.allow_tf32 = products if convolutions is None else convolutions
     return before
 
+# %% ../../nbs/policies/00_base.ipynb #6f5e6f95
 @contextmanager
 def computing_in(
     device:torch.device,
@@ -135,11 +137,19 @@ class Policy(nn.Module):
 
 # %% ../../nbs/policies/00_base.ipynb #ab982308
 @patch(as_prop=True)
-def needs_noise(self:Policy)->bool: return self.head.needs_noise
+def needs_noise(self:Policy)->bool:
+    "Whether the head makes its actions of noise."
+    return self.head.needs_noise
+
 @patch
-def chunk_noise(self:Policy, generator=None): return self.head.chunk_noise(generator)
+def chunk_noise(self:Policy, generator=None):
+    "The noise of one chunk."
+    return self.head.chunk_noise(generator)
+
 @patch(as_prop=True)
-def noise_size(self:Policy)->int: return self.A # numbers that an action's noise has
+def noise_size(self:Policy)->int:
+    "Numbers that an action's noise has."
+    return self.A
 
 @patch
 def losses(self:Policy, batch:dict, noise, time)->tuple:
@@ -250,6 +260,7 @@ def check_count(
     raise ValueError(f"policy {who}: {name} is {value!r}, expected a {kind} from {least} to {most}; correct {name} "
                      "(model_kw of a run)")
 
+# %% ../../nbs/policies/00_base.ipynb #9cf45ef6
 @patch(cls_method=True)
 def check(cls:Policy,
     **config # arguments of the class

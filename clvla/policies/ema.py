@@ -75,7 +75,9 @@ def restart(self:EMA, model:nn.Module):
     torch._foreach_copy_(*self._pairs(model))
 
 @patch
-def state_dict(self:EMA)->dict: return dict(decay=self.decay, s=self.s, shadow=dict(self.shadow))
+def state_dict(self:EMA)->dict:
+    "The average, with its decay and the number of its updates."
+    return dict(decay=self.decay, s=self.s, shadow=dict(self.shadow))
 
 @patch
 def load_state_dict(self:EMA, state:dict):

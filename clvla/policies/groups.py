@@ -30,7 +30,7 @@ def param_groups(
     model:nn.Module,           # any module; only parameters with requires_grad take part
     lr:float,                  # learning rate, 1/step
     weight_decay:float=1e-4,   # of the weights of linear and convolution layers; everything else gets 0
-    lr_of:dict|None=None       # part of the model, by its name -> its own learning rate, as in {"head": 3e-4}; the longest match counts
+    lr_of:dict|None=None       # part of the model -> its learning rate, as in {"head": 3e-4}; the longest name counts
 )->list:                       # dicts for a torch optimizer: name, params, lr, weight_decay
     "Optimizer groups: (decays or not) x (learning rate), each trained parameter once."
     lr_of,names = dict(lr_of or {}),[n for n,_ in model.named_parameters()]

@@ -141,6 +141,7 @@ class Tiny(Policy):
 # %% ../../nbs/policies/02_tiny.ipynb #f75bf224
 @patch(cls_method=True)
 def check(cls:Tiny, **config):
+    "As of every policy, and the sizes of the transformer; builds nothing."
     config = super(Tiny, cls).check(**config)
     check_count(cls.__name__, "D", config["D"], least=4, multiple=4) # the attention has 4 heads
     for k,least in dict(n_blocks=1, max_words=1, n_rows=2).items(): check_count(cls.__name__, k, config[k], least)
@@ -172,6 +173,7 @@ def parts(self:Tiny,
     "What each encoder makes of observations."
     return _encoded(self, obs)[1]
 
+# %% ../../nbs/policies/02_tiny.ipynb #b1232ec0
 def embed(
     policy:Tiny,
     obs:dict # as `parts` takes it

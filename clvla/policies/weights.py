@@ -139,7 +139,7 @@ def check_stored(
     about:dict,    # what `read_policy` says of the folder
     folder         # for the message
 ):
-    "ValueError when the stored adapters have other settings than the policy's, or stand on another base, or cameras another order."
+    "ValueError when the stored adapters have other settings, another base or another order of cameras than the policy."
     fits = "load_policy(folder) builds the policy that fits"
     lora = policy.lora or {}
     stored = about.get("lora", {})

@@ -156,6 +156,7 @@ class ACT(LeRobot):
         pred,ctx = self.answer(batch)
         return masked_mean((pred-batch[ACTION]).abs(), batch[PAD]),dict(pred=pred, pooled=ctx.pooled)
 
+# %% ../../../nbs/policies/lerobot/00_adapter.ipynb #be9edd00
 class TinyACT(ACT):
     "The same at the size of a laptop."
     size = ACT.size | dict(dim_model=64, n_heads=4, dim_feedforward=128, n_encoder_layers=2)
@@ -175,6 +176,7 @@ def save_lerobot(
     policy.net.save_pretrained(folder)
     return folder
 
+# %% ../../../nbs/policies/lerobot/00_adapter.ipynb #0149b415
 def tied(
     weights:dict, # name -> tensor of the policy
     new:dict      # name -> tensor of a file

@@ -85,6 +85,7 @@ class Denoising(LeRobot):
 # %% ../../../nbs/policies/lerobot/02_denoising.ipynb #ce11005c
 @patch
 def chunks(self:Denoising, obs, n, noise):
+    "Chunks, denoised step by step by LeRobot's scheduler."
     seen,scheduler = self.see(self.inputs(obs)).repeat_interleave(n, 0),self.denoiser.noise_scheduler
     x = noise.reshape(-1, self.H, self.A)
     scheduler.set_timesteps(self.denoiser.num_inference_steps)
@@ -131,6 +132,7 @@ class Diffusion(Denoising):
                              f"{factor}: the U-Net halves the chunk once for each entry of down_dims")
         return config
 
+# %% ../../../nbs/policies/lerobot/02_denoising.ipynb #ceaa542d
 class TinyDiffusion(Diffusion):
     "The same at the size of a laptop."
     image_sizes = range(32, 513)
@@ -161,6 +163,7 @@ def write_clip(
     for part in (CLIPModel(config), tiny_clip_tokenizer(), CLIPImageProcessor()): part.save_pretrained(folder)
     return Path(folder)
 
+# %% ../../../nbs/policies/lerobot/02_denoising.ipynb #e37a262b
 class Phrase(Turn):
     "An instruction between CLIP's marks; shorter ones are filled with the end mark, which CLIP reads first."
     def __init__(self, tokenizer):

@@ -205,6 +205,7 @@ def parts(self:SmolVLA, batch:dict)->tuple:
     words = [batch[f"observation.language.{k}"] for k in ("tokens", "attention_mask")]
     return *self.net.prepare_images(batch),*words,self.net.prepare_state(batch)
 
+# %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #93ba0ea1
 @patch
 def row(self:SmolVLA, obs:dict)->tuple:
     "Rows (B,L,D) of the language model, which of them count (B,L), and the keys and values of its layers."
@@ -286,6 +287,7 @@ def set_to(
     usual = at_place(cls.config_at).__dataclass_fields__[name].default
     return ({name: usual} | cls.size | (config.get("options") or {}) | cls.own)[name]
 
+# %% ../../../nbs/policies/lerobot/01_smolvla.ipynb #b1388d72
 @patch(cls_method=True)
 def sizes_of(cls:SmolVLA, config:dict):
     "Sizes of pictures; ValueError where they would be enlarged to a size that has no whole tokens."

@@ -72,7 +72,7 @@ def watch_attention(
     asked:str, stock, dtype:str, published:bool, # as in `choose_attention`
     say=print # told of a change
 ):
-    "Let a trunk's attention suit the device that it lies on when it is called, since a run moves it after it was built."
+    "Let a trunk's attention suit the device on which it is called, since a run moves it after it was built."
     if asked == FLASH: vlm.register_forward_pre_hook(refuse_cpu)
     elif choose_attention(asked, stock, dtype, published, lambda line: None, "cuda") == FLASH:
         vlm.register_forward_pre_hook(FollowDevice(say))

@@ -21,7 +21,9 @@ from torch import nn
 from ...core.files import json_text, read_json, reading, sha256 as file_sha256
 from ...core.names import closest
 from ...core.state import header_error
-from .attention import ATTENTIONS, FLASH, FollowDevice, choose_attention, flash_trouble, refuse_cpu, watch_attention   # other pages take them from here
+# other pages take these from here
+from .attention import (ATTENTIONS, FLASH, FollowDevice, choose_attention, flash_trouble, refuse_cpu,
+                                          watch_attention)
 
 # %% ../../../nbs/policies/vlm/08_pretrained.ipynb #f8000008
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +249,7 @@ def tokenizer(self:Folder):
         raise ValueError(f"the tokenizer in {self.path} has no padding token; add pad_token to tokenizer_config.json")
     return t
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #be58fb0a
 @patch
 def colours(self:Folder)->tuple: # mean and deviation of each colour
     "What the folder's image processor subtracts and divides by; ValueError for one that works otherwise."
@@ -264,6 +267,7 @@ def colours(self:Folder)->tuple: # mean and deviation of each colour
             raise ValueError(f"{file}: {k} is {d[k]!r}, and this family prepares pictures with {v!r}; {AGAIN}")
     return tuple(map(tuple, three))
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #2f254bcf
 @patch
 def source(self:Folder)->dict: # path, sha256
     "Where the folder is, and one hash of its weights, configuration, tokenizer and colours."
@@ -295,6 +299,7 @@ def check_settings(
         raise ValueError(f"policy {who}: freeze is {freeze!r}, expected a list of the trunk's modules, as in "
                          f"[{stock.eye if stock else 'visual'!r}]")
 
+# %% ../../../nbs/policies/vlm/08_pretrained.ipynb #642097e5
 def check_modules(
     who:str,        # the policy's name, for the message
     names,          # paths of modules

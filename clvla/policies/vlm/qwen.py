@@ -220,11 +220,12 @@ class Qwen(VLM):
 # %% ../../../nbs/policies/vlm/01_qwen.ipynb #f1a00024
 @patch
 def pictures(self:Qwen, obs:dict)->tuple:
-    "Patches of all pictures, sample after sample, each twice; and rows and columns of patches of each picture (for `windowed`: on the CPU)."
+    "Patches of all pictures, sample after sample, each twice; each picture's rows and columns of patches."
     vision = self.shape.vision
     x = torch.cat(self.prepared(obs), 1).unsqueeze(3)
     x = x.expand(-1, -1, -1, vision["temporal_patch_size"], -1, -1)
     sides = [h//vision["patch_size"] for h in self.pixels.values()]
+    # windowed attention takes rows and columns from the CPU
     place = "cpu" if self.vlm.visual.config._attn_implementation == WINDOWED else x.device
     return x.flatten(2).flatten(0, 1),torch.tensor([[1, n, n] for n in sides]*len(x), device=place)
 

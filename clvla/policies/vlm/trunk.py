@@ -214,17 +214,25 @@ def _set_up(self:VLM, folder:Folder|None):
 
 # %% ../../../nbs/policies/vlm/00_trunk.ipynb #74178004
 @patch(cls_method=True)
-def n_tokens(cls:VLM, sides:dict)->int: return sum(g*g for g in sides.values()) # that pictures take in the row
+def n_tokens(cls:VLM, sides:dict)->int:
+    "Tokens that the pictures take in the row."
+    return sum(g*g for g in sides.values())
+
 @patch(cls_method=True)
-def pictures_of(cls:VLM, vision:dict)->tuple: return vision["image_size"], # sizes that a folder's model takes
+def pictures_of(cls:VLM, vision:dict)->tuple:
+    "Sizes of pictures that a folder's model takes."
+    return vision["image_size"],
+
 @patch
 def prompt_ids(self:VLM, text): return tuple(self.chat.words(text))
 @patch
 def pretrained(self:VLM): return ["vlm."] if self.shape.pretrained else []
 @patch
 def lr_of(self:VLM, lr): return {"vlm": lr/10} if self.shape.pretrained else {}
+
 @patch
 def lora_targets(self:VLM):
+    "Layers that get adapters: none in the modules of `freeze`."
     kept = tuple(f"vlm.{name}." for name in self.config.get("freeze", ()))
     return [n for n in super(VLM, self).lora_targets() if not f"{n}.".startswith(kept)]
 
@@ -333,9 +341,8 @@ def check(cls:VLM, **config)->dict:
     if cls.one_size and len(set(pixels.values())) > 1:
         raise ValueError(f"policy {cls.__name__}: image_size is {pixels}, and the vision tower has one table of "
                          "positions, for pictures of one size; render all cameras at that size")
-    sides = picture_sides(shape, pixels)
+    sides,own = picture_sides(shape, pixels),1+cls.n_queries(config)
     n,context = cls.n_tokens(sides),shape.text["max_position_embeddings"]
-    own = 1+cls.n_queries(config)
     if n+own+CHAT_ROOM > context:
         raise ValueError(f"policy {cls.__name__}: {len(sides)} pictures take {n} tokens, state and queries {own} and "
                          f"the chat up to {CHAT_ROOM}, and the model reads {context}; lower image_size or chunk, or "
@@ -345,6 +352,7 @@ def check(cls:VLM, **config)->dict:
         check_modules(cls.__name__, config["freeze"], model)
     return config
 
+# %% ../../../nbs/policies/vlm/00_trunk.ipynb #9ba0131c
 @patch(cls_method=True)
 def largest_rank(cls:VLM, **config)->int:
     "The smaller side of the widest layer: of the text model's, or of the vision tower's merger."
