@@ -42,8 +42,8 @@ def run(page, log, tmp, flags):
     "Execute a page but for cells with one of these flags, with all that it prints in a file and its temporary files below `tmp`; the exit code."
     os.setsid()
     os.environ["TMPDIR"] = tempfile.tempdir = tmp
-    for fd, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
-        opened = os.open(path, flags)
+    for fd, path, how in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
+        opened = os.open(path, how)
         os.dup2(opened, fd)
         os.close(opened)
     os.dup2(1, 2)

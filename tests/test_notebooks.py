@@ -78,6 +78,20 @@ def test_the_server_tells_how_a_page_ends(server, tmp_path, source, code, says):
     assert ended == code and says in out
 
 
+@pytest.mark.parametrize("flags, code", [((), 1), (("slow", "gpu"), 0)])
+def test_cells_with_a_flag_are_left_out(server, tmp_path, flags, code):
+    cell = dict(cell_type="code", id="a", execution_count=None, metadata={}, outputs=[], source="#| slow\n1/0")
+    (tmp_path/"page.ipynb").write_text(json.dumps(dict(cells=[cell], metadata={}, nbformat=4, nbformat_minor=5)))
+    ended, out = ask(server, tmp_path/"page.ipynb", tmp_path/"page.log", 30, flags)
+    assert ended == code, out
+
+
+def test_only_figures_are_slow():
+    "No exported code, and few pages: what such a cell asserts is tried by `test all` alone."
+    slow = [(p, c) for p in LIBRARY for c in json.loads(p.read_text(encoding="utf-8"))["cells"] if "".join(c["source"]).startswith("#| slow")]
+    assert len({p for p, _ in slow}) <= 12 and not [c for _, c in slow if "#| export" in "".join(c["source"])]
+
+
 @pytest.mark.parametrize("nb", ALL, ids=lambda p: str(p.relative_to(ROOT/"nbs")))
 def test_outputs_are_kept_and_small(nb):
     "A page without outputs shows nothing; one with errors or megabytes of them shows too much."
