@@ -169,8 +169,7 @@ class Comparison:
     def figure(self)->go.Figure: return difference_points(self.paired, self.baseline)
     @cached_property
     def followed(self)->Followed|None:
-        return (follow_runs(self.plan, self.groups, list(self.summary.metric.unique()), self.baseline) if self.plan
-                else None)
+        if self.plan: return follow_runs(self.plan, self.groups, list(self.summary.metric.unique()), self.baseline)
     def _marked(self, table:pd.DataFrame)->pd.DataFrame:
         return table.rename(columns=lambda k: k if not self.plan or k == self.plan["endpoint"]
                             else f"{k} (not planned)")

@@ -65,10 +65,7 @@ class Libero(Kind):
     def starts_of(self, spec):   # a variation draws them all
         return None if VARIATIONS.keys() & spec.keys() else self.n_starts
     def files(self): return f"assets in {located()}"
-
-    def adopt(self, tasks, options):
-        return as_libero(tasks, options)
-
+    def adopt(self, tasks, options): return as_libero(tasks, options)
     def identity(self, spec):
         return dict(assets=assets_id(libero_root(), folder_of(spec.get("protocol"), spec.get("visuals"))))
 

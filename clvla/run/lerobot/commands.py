@@ -132,7 +132,6 @@ def _policy_of(
 class ClvlaPolicy(PreTrainedPolicy):
     "A policy of clvla's menu with LeRobot's methods."
     config_class,name = ClvlaConfig,"clvla"
-
     def __init__(self, config:ClvlaConfig, **given): # LeRobot gives statistics and more; the processors have them
         super().__init__(config)
         config.validate_features()
