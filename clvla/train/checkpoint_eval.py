@@ -31,8 +31,8 @@ from ..run.folder import RunFolder
 from ..run.launch import child_env
 from ..run.versions import versions
 from ..run.stop import StopFlag
-from clvla.train.eval_config import (EvalConfig, Evaluation, begin_eval, check_eval, check_starts, processor_of,
-    read_eval_config)
+from .eval_config import EvalConfig, Evaluation, begin_eval
+from .eval_config import check_eval, check_starts, processor_of, read_eval_config
 from .evaluate import one_thread
 from ..run.plugins import plugins_of
 from .config import TrainConfig
