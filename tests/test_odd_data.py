@@ -1,7 +1,8 @@
 "Data as other people have it: folders that hold something else, numbers of other types and sizes, torn lines, masks in the place of positions."
-import json
+import json, sys
 import numpy as np, pytest, torch
 from clvla.core.batch import take
+from clvla.core.contract import author
 from clvla.core.files import json_text
 from clvla.core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
 from clvla.core.plugins import load_plugins
@@ -17,6 +18,8 @@ from clvla.data.loader import TaskData
 from clvla.data.partition import lerobot_info
 from clvla.data.stats import Processor, compute_stats
 from clvla.data.streams import Stream, Task, stream_from, stream_json
+from clvla.envs.all import make_stream
+from clvla.train.robot import columns_of
 
 def episode(T=5, w=8, **more):
     rng = np.random.default_rng(T)
@@ -110,3 +113,24 @@ def test_numpys_whole_numbers(tmp_path):
 
 def test_one_plugin_by_its_name(tmp_path):
     with pytest.raises(ValueError, match="plugin '[^']*nothing.py': there is no such file"): load_plugins(str(tmp_path/"nothing.py"))
+
+def test_a_layouts_short_names_count_where_a_data_set_is_read_directly(tmp_path):
+    path = write_lerobot(tmp_path/"r", [episode(**{"true.pose": np.ones((5,2), np.float32)})])
+    short,whole = (next(read_lerobot(path, layout=dict(columns={name: "true.pose"}))) for name in ("state", STATE))
+    assert list(short) == list(whole) and (short[STATE] == 1).all() and short[STATE].shape == (5,2)
+    assert IMAGES+"top" in next(read_lerobot(path, layout=dict(cameras=dict(top=IMAGE))))
+
+def test_a_robot_of_a_data_set_with_columns_of_other_names(tmp_path):
+    path = write_lerobot(tmp_path/"r", [episode()]); info = json.loads((path/"meta/info.json").read_text())
+    info["features"]["pose"] = info["features"].pop(STATE); (path/"meta/info.json").write_text(json.dumps(info))
+    assert columns_of(dict(path=str(path), layout=dict(columns={STATE: "pose"})), [IMAGE]) == {IMAGE: IMAGE, STATE: "pose"}
+
+@pytest.mark.parametrize("stem", ["my-arm", "my.arm", "my arm", "[arm]"])
+def test_a_plugins_file_is_named_whatever_stands_in_its_name(stem, tmp_path):
+    (tmp_path/f"{stem}.py").write_text("class Arm: pass\n"); load_plugins([tmp_path/f"{stem}.py"])
+    module = next(m for name,m in list(sys.modules.items()) if name.startswith(f"clvla_plugin_{stem}_"))
+    assert author(module.Arm) == f"{stem}.py: Arm"
+
+def test_the_stream_of_the_working_folder_has_that_folders_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_lerobot(tmp_path/"pusht", [episode()]))
+    assert (make_stream(".").name, make_stream("../pusht").name) == ("pusht", "pusht")
