@@ -27,7 +27,10 @@ def take(
     idx         # positions, a sequence or int64 tensor of length n
 )->dict:        # a batch of n samples, in the order of `idx`
     "The samples at positions `idx`."
-    idx = torch.as_tensor(idx, dtype=torch.long)
+    idx = torch.as_tensor(idx)
+    if idx.numel() and (idx.dtype == torch.bool or idx.is_floating_point()):
+        raise ValueError(f"positions are whole numbers, found {idx.dtype}; of a mask, give mask.nonzero()[:,0]")
+    idx = idx.long()
     return {k: v[idx] if torch.is_tensor(v) else [v[i] for i in idx.tolist()] for k,v in batch.items()}
 
 # %% ../../nbs/core/04_batch.ipynb #9619e7da

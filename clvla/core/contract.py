@@ -17,7 +17,7 @@ def author(
 )->str:   # as in "my_lab.envs.Drawer", or "lamps.py: Lamps" for a plugin that is a file
     "The class of somebody's object."
     cls = thing if isinstance(thing, type) else type(thing)
-    file = re.fullmatch(r"clvla_plugin_(\w+)_[0-9a-f]{12}", cls.__module__)
+    file = re.fullmatch(r"clvla_plugin_(.+)_[0-9a-f]{12}", cls.__module__)
     return f"{file[1]}.py: {cls.__qualname__}" if file else f"{cls.__module__}.{cls.__qualname__}"
 
 def shown(

@@ -93,6 +93,7 @@ def load_plugins(
     "Import plugins, each once, and those that installed packages offer; ValueError names one that cannot be imported."
     for module in _offered():
         if module not in _loaded: _loaded[module] = _load_module(module, "entry point")
+    if isinstance(names, (str, Path)): names = [names]
     _check_stems(names)
     for name in names:
         if isinstance(name, Path): name = str(name.expanduser().resolve())

@@ -31,15 +31,22 @@ def unsealed(
     return record
 
 # %% ../../nbs/core/08_records.ipynb #d51708a3
+def _is_torn(f)->bool:
+    "Whether an open file ends within a line."
+    if not f.seek(0, os.SEEK_END): return False
+    f.seek(-1, os.SEEK_END)
+    return f.read(1) != b"\n"
+
 def append_jsonl(
     path,       # a .jsonl file, made if it does not exist
     record:dict, # one line
     sealed:bool=False # with a checksum, so that `read_jsonl` notices when a byte of the line is changed later
 ):
-    "Append one record; OSError names the file, and no half line is left of the record that did not fit."
+    "Append one record, in the place of a torn last line; OSError names the file, and no half line is left of the record that did not fit."
     line = _line(record, sealed)
     try:
-        with open(path, "ab", buffering=0) as f:
+        with open(path, "a+b", buffering=0) as f:
+            if _is_torn(f): mend_jsonl(path)   # else the new line would be a part of the torn one
             size = f.seek(0, os.SEEK_END)
             try:
                 while line: line = line[f.write(line):]   # an unbuffered file may take it in parts
@@ -97,7 +104,7 @@ def keep_records(
     keep  # record -> bool
 )->int:   # how many were taken out
     "Rewrite a .jsonl file with the records that `keep` wants; also mends a torn last line."
-    records = read_jsonl(path)
+    path,records = Path(path),read_jsonl(path)
     kept = [r for r in records if keep(r)]
     sealed = path.exists() and b', "crc32": ' in path.read_bytes()
     write_atomic(path, lambda tmp: Path(tmp).write_bytes(b"".join(_line(r, sealed) for r in kept)))

@@ -15,6 +15,7 @@ def seed_of(
     *purpose  # names and numbers that say what the draw is for
 )->int:       # 63-bit integer
     "A seed for one purpose: the same arguments always give the same number."
+    if isinstance(seed, np.integer): seed = int(seed)
     return int.from_bytes(hashlib.sha256(json.dumps([seed, *map(str, purpose)]).encode()).digest()[:8], "big") >> 1
 
 def np_rng(seed:int, *purpose)->np.random.Generator:

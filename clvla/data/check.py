@@ -8,6 +8,7 @@ __all__ = ['axis_names', 'axis_stats', 'still_axes', 'tasks_of', 'cameras_of', '
 
 # %% ../../nbs/data/12_check.ipynb #0e02e5b8
 import argparse, sys
+from pathlib import Path
 import numpy as np
 from ..core.names import ACTION, IMAGES, STATE
 from .gate import declared_size, lerobot_index
@@ -143,7 +144,7 @@ def picture_strip(
 # %% ../../nbs/data/12_check.ipynb #38c1add5
 def main(
     args=None # of the command; None = the process's own
-)->int:       # 0 when the data set is right, 1 when it is refused
+)->int:       # 0 when the data set is right, 1 when it is refused, or its strip cannot be written
     "Check a data set, print what it is, and write its strip of pictures when asked."
     p = argparse.ArgumentParser("clvla-data",
                                 description="What a LeRobot data set (v3) is, or why an import refuses it.")
@@ -153,9 +154,13 @@ def main(
     try:
         text = report_text(check_lerobot(o.folder))
         strip = encode_png(picture_strip(o.folder)) if o.strip else None
-        if strip is not None: open(o.strip, "wb").write(strip)
     except (ValueError, OSError, ImportError) as e:
         print(f"clvla-data: refused: {e}", file=sys.stderr)
         return 1
     print(text)
+    try:
+        if strip is not None: Path(o.strip).write_bytes(strip)
+    except OSError as e:
+        print(f"clvla-data: the data set is right, its strip could not be written: {e}", file=sys.stderr)
+        return 1
     return 0

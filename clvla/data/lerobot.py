@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from ..core.config import entries
 from ..core.files import read_json
+from ..core.names import IMAGE, IMAGES
 from .contents import NOTES, file_hashes
 from .frames import FrameStore, reuse_store, write_store
 from .gate import declared_size, lerobot_index   # other pages take the first from here
@@ -118,6 +119,11 @@ def import_task(
     if (out/"meta.json").is_file() and _form(out) != FORM: return _of_before(out, source, task)
     if (store := reuse_store(out, source, what_it_holds)) is not None: return store
     parts = task.source["parts"]
+    for o in parts:
+        named = cameras or o.get("layout", {}).get("cameras") or [IMAGE]
+        if IMAGE not in named and all(k.startswith(IMAGES) for k in named):   # other keys are refused below
+            raise ValueError(f"{o['path']}: `cameras` names {', '.join(named)}, and not the main camera; call one of "
+                             f"them {IMAGE!r}")
     n = sum(k for o in parts for _,k,_ in episode_list(o["path"], o["task_index"]))
     if not n: raise ValueError(f"task {task.id!r} has no frames in {[o['path'] for o in parts]}")
     for o in parts:
@@ -143,5 +149,6 @@ def import_lerobot(
 )->dict:                   # task id -> frame store
     "Frame stores of all tasks in LeRobot data sets, read as they are."
     folders = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    if not folders: raise ValueError("found no folder of a data set to import, expected one or more")
     return {task.id: import_task(task, Path(out_dir)/task.id, image_size, cameras, Path(out_dir)/NOTES)
             for task in partitions[partition](folders)}

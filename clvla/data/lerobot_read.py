@@ -13,7 +13,7 @@ from ..core.files import reading
 from ..core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE, require
 from ..core.pictures import check_pixels
 from .gate import Episode, Index, check_features, declared_size, lerobot_index, marked_depth
-from .layouts import check_layout, convert
+from .layouts import check_layout, convert, full_layout
 from .lerobot_write import decode_image, picture_file
 from .partition import lerobot_info
 
@@ -231,7 +231,7 @@ def read_lerobot(
     layout=None      # how others recorded it (page *data/layouts*); None = in the project's own conventions
 ):                   # yields episodes
     "The episodes of a data set that was checked, decoded one after another; only their rows and spans are read."
-    path,layout = Path(path),check_layout(layout or {})
+    path,layout = Path(path),full_layout(check_layout(layout or {}))
     own = {STATE: STATE, ACTION: ACTION} | layout.get("columns", {})
     camera_map(lerobot_info(path), cameras or layout.get("cameras"), path, own)
     index = lerobot_index(path)

@@ -262,6 +262,21 @@ def _write_video(path:Path, episodes, fps:int):
         ds.finalize()
 
 # %% ../../nbs/data/06_lerobot_write.ipynb #9235b039
+def _as_columns(
+    ep:dict, # an episode
+    i:int    # its number, for the message
+)->dict:     # the episode, a single number per frame as a column of one
+    "An episode as the columns of a data set; ValueError for what a data set cannot hold."
+    check_episode(ep, f"episode {i}")
+    if not ep[PROMPT].strip():
+        raise ValueError(f"episode {i}: {PROMPT!r} is empty, and a policy would be told nothing; give an instruction")
+    out = {k: np.asarray(v)[:,None] if k != PROMPT and np.ndim(v) == 1 else v for k,v in ep.items()}
+    for k,v in out.items():
+        if k in COUNTED: raise ValueError(f"episode {i}: {k!r} is a column that the data set counts itself; rename it")
+        if k != PROMPT and not k.startswith(IMAGES) and np.ndim(v) != 2:
+            raise ValueError(f"episode {i}: {k!r} has shape {np.shape(v)}, expected (T,n) or (T,); flatten it")
+    return out
+
 def write_lerobot(
     path,            # new folder
     episodes,        # iterable of episodes, as `check_episode` wants them
@@ -271,6 +286,9 @@ def write_lerobot(
     "Write episodes as a LeRobotDataset v3."
     path,how = Path(path),column_type(codec)
     if path.exists(): raise ValueError(f"{path} exists already; remove it, or choose another folder")
+    if type(fps) not in (int, float) or not 0 < fps < 1e6:
+        raise ValueError(f"fps is {fps!r}, expected a number above 0")
+    episodes = (_as_columns(ep, i) for i,ep in enumerate(episodes))
     path.parent.mkdir(parents=True, exist_ok=True)
     require("pyarrow", "lerobot")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as tmp:

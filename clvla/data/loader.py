@@ -28,10 +28,13 @@ class TaskData:
         if not stores: raise ValueError("TaskData needs at least one frame store, found none")
         if H < 1: raise ValueError(f"H must be at least 1 action per chunk, found {H}")
         dims = {k: (s.state_dim, s.action_dim, pixels(s)) for k,s in stores.items()}
+        shapes = {k: {camera: x.shape[1:3] for camera,x in s.images.items()} for k,s in stores.items()}
         self.state_dim,self.action_dim,self.pixels = next(iter(dims.values()))
         if any(d != (self.state_dim, self.action_dim, self.pixels) for d in dims.values()):
             raise ValueError(f"the tasks of a stream need equal state, action and image sizes and cameras, found "
                              f"{dims}")
+        if any(shape != shapes[next(iter(shapes))] for shape in shapes.values()):
+            raise ValueError(f"the tasks of a stream need pictures of equal height and width, found {shapes}")
         self.stores,self.processor,self.H,self.prepare = dict(stores),processor,H,prepare
         self.task_ids,self.cameras,self.n_actions = list(stores),list(self.pixels),most_actions(stores.values())
 

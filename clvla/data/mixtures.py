@@ -10,7 +10,7 @@ __all__ = ['ACCEPT', 'REMEDY', 'accepted', 'refuse_or_say', 'facts', 'how', 'dif
 from dataclasses import replace
 from pathlib import Path
 from ..core.names import ACTION, IMAGES, STATE, closest
-from .layouts import STATES, check_layout, layout_text
+from .layouts import STATES, check_layout, full_layout, layout_text
 from .partition import lerobot_info
 from .streams import Stream
 
@@ -142,14 +142,6 @@ def _differing(parts:list):
                 yield parts[i],parts[k],found
 
 # %% ../../nbs/data/13_mixtures.ipynb #6d30c801
-def _full(layout:dict)->dict:
-    "A layout with whole names of columns."
-    short = {"state": STATE, "action": ACTION}
-    whole = dict(cameras=lambda k: k if k.startswith(IMAGES) else IMAGES+k, columns=lambda k: short.get(k, k))
-    named = lambda field,value: {whole[field](k): v for k,v in value.items()}
-    return {field: named(field, value) if field in whole and isinstance(value, dict) else value
-            for field,value in layout.items()}
-
 def with_layouts(
     tasks:list,   # of `Task`
     layouts:dict, # folder, or its name -> layout (page *data/layouts*)
@@ -163,7 +155,7 @@ def with_layouts(
         meant = meant or [p for p in paths if Path(p).name == str(name)]
         if not meant: raise ValueError(f"{at} name {str(name)!r}, from which nothing is read{closest(name, paths)}")
         if len(meant) > 1: raise ValueError(f"{at} name {name!r}, and there are {meant}; name one by its whole path")
-        of[meant[0]] = _full(check_layout(layout, f"{at}, {name!r}"))
+        of[meant[0]] = full_layout(check_layout(layout, f"{at}, {name!r}"))
     return [_in_layout(task, of) for task in tasks]
 
 def _in_layout(task, of:dict):

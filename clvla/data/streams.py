@@ -102,7 +102,7 @@ def _order(
         if not isinstance(i, (str, Integral)) or isinstance(i, bool):
             raise ValueError(f"task_order holds {i!r}; needed are positions or ids of tasks")
         if isinstance(i, str) and i not in ids: raise ValueError(f"task_order names {i!r}{closest(i, ids)}")
-    positions = tuple(ids.index(i) if isinstance(i, str) else i for i in order)
+    positions = tuple(ids.index(i) if isinstance(i, str) else int(i) for i in order)   # numpy's have no JSON
     if sorted(positions) != list(range(len(ids))):
         raise ValueError(f"task_order must hold each of the {len(ids)} tasks once, as 0..{len(ids)-1} or as ids; found "
                          f"{list(order)}")

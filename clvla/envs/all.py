@@ -7,6 +7,7 @@ __all__ = ['kinds', 'streams', 'INLINE', 'FIXED', 'ENTRY', 'kind_of', 'check_per
            'defaults_of', 'with_env', 'sentences_of', 'give_envs', 'in_env', 'adopted', 'make_stream']
 
 # %% ../../nbs/envs/06_all.ipynb #f9cac9f9
+import os
 from dataclasses import replace
 from pathlib import Path
 from unicodedata import normalize
@@ -167,7 +168,8 @@ def _of_folders(spec, split, options:dict)->Stream:
         hint = next((kind.hints[name] for kind in kinds.values() if name in kind.hints), None)
         raise ValueError(f"{name!r} is neither a registered stream nor an existing folder"
                          f"{hint or closest(name, stream_names())}")
-    return Stream("+".join(Path(path).name for path in paths), adopted(split(paths), options))
+    names = [Path(os.path.abspath(path)).name for path in paths]   # "." has a name, too
+    return Stream("+".join(names), adopted(split(paths), options))
 
 # %% ../../nbs/envs/06_all.ipynb #c723b90a
 def _plain(text:str)->str: return " ".join(text.split()).strip(" .").lower()

@@ -50,7 +50,8 @@ def columns_of(
     if not named and not Path(part["path"]).exists():
         raise ValueError(f"{part['path']}, which says which column is which camera, is not on this machine; say it by "
                          f"cameras={dict.fromkeys((k.removeprefix(IMAGES) for k in wanted), 'COLUMN')}")
-    named = named or camera_map(lerobot_info(part["path"]), None, part["path"])
+    named = named or camera_map(lerobot_info(part["path"]), None, part["path"], {STATE: STATE, ACTION: ACTION} |
+                                layout.get("columns", {}))
     if lacks := [k.removeprefix(IMAGES) for k in wanted if k not in named]:
         raise ValueError(
             f"cameras name no column for {', '.join(lacks)}, which the policy reads; they name {sorted(named)}")
