@@ -243,7 +243,8 @@ def obs(self:Processor,
             raise ValueError(
                 f"{k!r} must be uint8, (B,h,w,3) as array or (B,3,h,w) as tensor; found {x.dtype} "
                 f"{tuple(x.shape)}")
-        out[k] = torch.from_numpy(x if x.flags.writeable else x.copy()).permute(0, 3, 1, 2) if hwc else x
+        if hwc: x = x if x.flags.writeable and min(x.strides) >= 0 else x.copy()   # torch takes no flipped array
+        out[k] = torch.from_numpy(x).permute(0, 3, 1, 2) if hwc else x
     return self.controls(out)
 
 # %% ../../nbs/data/02_stats.ipynb #0643bd55

@@ -83,8 +83,13 @@ class Steppable(Described):
         return reward,success,terminated,truncated
 
     def action(self, action):
-        "An action as `_act` takes it: (A,) clipped to [-1,1], or an int in 0..`n_actions`-1 (else ValueError)."
-        if self.n_actions is None: return np.clip(action, -1, 1)
+        "An action as `_act` takes it: (A,) clipped to [-1,1], or an int in 0..`n_actions`-1; ValueError for another."
+        if self.n_actions is None:
+            other = self.action_dim and np.shape(action) != (self.action_dim,)   # NumPy would stretch or repeat it
+            if other or np.isnan(np.asarray(action, float)).any():
+                raise ValueError(f"{self.task_id}: an action has shape ({self.action_dim},) and no NaN; found "
+                                 f"{action!r:.200}")
+            return np.clip(action, -1, 1)
         numbers = np.asarray(action).reshape(-1)
         if numbers.size != 1 or numbers[0] not in range(self.n_actions):
             raise ValueError(f"{self.task_id}: an action is a whole number in 0..{self.n_actions-1}; found {action!r}")
@@ -112,6 +117,7 @@ class Env(Steppable):
     def step_chunk(self, actions, out=None, watch=())->tuple:
         "Actions (H,A) until the episode ends. `watch`: steps in 1..H to observe, or a dict step -> `out` of `obs`."
         if self.ended: raise ValueError(f"{self.task_id}: the episode has ended; call reset(trial) first")
+        if not len(actions): raise ValueError(f"{self.task_id}: the chunk is empty; give one action or more, (H,A)")
         rewards,self.success_at,self.watched = [],0,{}
         outs = watch if isinstance(watch, dict) else {}
         for n,action in enumerate(actions, 1):

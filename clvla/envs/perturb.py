@@ -7,6 +7,7 @@ __all__ = ['STRONGEST', 'PLAIN', 'SYNONYMS', 'PHRASES', 'perturb_of', 'label_of'
            'check_perturb', 'under']
 
 # %% ../../nbs/envs/10_perturb.ipynb #df16d903
+from numbers import Real
 import numpy as np
 from ..core.names import closest
 from ..core.seeds import np_rng
@@ -20,12 +21,15 @@ def perturb_of(
     said # "camera:.5+light", a dict name -> strength, or "" and "plain" for none
 )->dict: # name -> strength, in the order of `PERTURBATIONS`
     "What one evaluation changes; ValueError for a name or a strength that there is not."
-    if isinstance(said, str): said = dict(_one(word) for word in said.split("+") if word.strip() not in ("", PLAIN))
+    if isinstance(said, str):
+        pairs = [_one(word) for word in said.split("+") if word.strip() not in ("", PLAIN)]
+        if len(said := dict(pairs)) < len(pairs):
+            raise ValueError(f"perturb: {label_of(said)} names one of them twice; give each once, with one strength")
     for name,strength in said.items():
         if name not in PERTURBATIONS:
             raise ValueError(
                 f"perturb: there is no {name!r}{closest(name, PERTURBATIONS)}; there are {', '.join(PERTURBATIONS)}")
-        if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 < strength <= STRONGEST:
+        if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 < strength <= STRONGEST:
             raise ValueError(
                 f"perturb: {name} has strength {strength!r}, expected a number above 0, at most {STRONGEST:g}")
     return {name: float(said[name]) for name in PERTURBATIONS if name in said}

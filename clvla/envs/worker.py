@@ -62,7 +62,8 @@ def act(memory, env, slot, command, out)->tuple:
     "Carry out a chunk; the observations that were asked for are drawn where the parent reads them."
     watch = {step: {IMAGES+c: memory["watched."+IMAGES+c][slot,step-1] for c in env.cameras}
              for step in command.get("watch", ())}
-    actions = memory["action"][slot,:command["n"]].copy()
+    A = env.action_dim   # the pool has the widest one's
+    actions = memory["action"][slot,:command["n"],:A].copy()
     if "expert" in command: actions,plan = guided(env, actions, **command["expert"])
     result = env.step_chunk(actions, out, watch)
     for step,obs in env.watched.items(): write_obs(memory, (slot, step-1), obs, "watched.")

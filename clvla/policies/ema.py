@@ -82,6 +82,7 @@ def state_dict(self:EMA)->dict:
 @patch
 def load_state_dict(self:EMA, state:dict):
     "Continue a stored average; ValueError when it belongs to another model."
-    if list(state["shadow"]) != list(self.shadow): raise ValueError("the stored average has other parameters")
+    shapes = lambda shadow: [(k, tuple(v.shape)) for k,v in shadow.items()]
+    if shapes(state["shadow"]) != shapes(self.shadow): raise ValueError("the stored average has other parameters")
     self.decay,self.s = state["decay"],state["s"]
     for k,v in state["shadow"].items(): self.shadow[k].copy_(v)

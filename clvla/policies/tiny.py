@@ -11,8 +11,8 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from ..core.names import FEATURES, IMAGE, IMAGES, PROMPT, STATE
-from .base import Context, Policy, camera_pixels, check_count, check_obs
+from ..core.names import FEATURES, IMAGE, IMAGES, STATE
+from .base import Context, Policy, camera_pixels, check_count, check_obs, prompts_of
 from .heads import check_head, make_head
 
 # %% ../../nbs/policies/02_tiny.ipynb #88a6fbcf
@@ -160,7 +160,7 @@ def _encoded(policy:Tiny, obs:dict)->tuple:
     c,kept = policy.config,{k: FEATURES + f"image.{k.removeprefix(IMAGES)}" for k in policy.pixels}
     check_obs(obs, {k: h for k,h in policy.pixels.items() if kept[k] not in obs}, c["state_dim"])
     # once: each copy to a GPU waits
-    ids = hash_words(obs[PROMPT], c["n_rows"], c["max_words"]).to(policy.query.device)
+    ids = hash_words(prompts_of(obs), c["n_rows"], c["max_words"]).to(policy.query.device)
     made = dict(state=policy.state(obs[STATE])[:,None], words=policy.words(ids) + policy.pos[:ids.shape[1]])
     for k,eye in zip(policy.pixels, policy.eyes):
         made[kept[k].removeprefix(FEATURES)] = obs[kept[k]] if kept[k] in obs else eye(obs[k])

@@ -131,6 +131,7 @@ class GymEnv(Env):
         except ValueError as e: raise ValueError(f"{self.task_id}, {self.name}: {e}") from e
         space = self.sim.observation_space
         self.keys = spec.get("state", "obs" if is_vector(space) else "none")
+        if isinstance(self.keys, str) and self.keys not in ("obs", "none"): self.keys = [self.keys]
         self.parts = ([] if self.keys == "none" else ["obs"] if self.keys == "obs" else list(self.keys))
         if self.picture not in ("render", "none"): self.parts.append(self.picture)
         self.check_starts()

@@ -12,8 +12,8 @@ import torch
 from pathlib import Path
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ...core.names import ACTION, PAD, PROMPT, STATE, require
-from ..base import Context
+from ...core.names import ACTION, PAD, STATE, require
+from ..base import Context, prompts_of
 from ..heads import masked_mean
 from .adapter import ACT, LeRobot
 from .smolvla import ExpertNoise, set_to
@@ -205,7 +205,7 @@ class MultiTaskDiT(Denoising):
     def lr_of(self, lr): return {self.eye: lr*self.net.config.vision_encoder_lr_multiplier}
 
     def inputs(self, obs):
-        ids,mask = (x.to(obs[STATE].device) for x in self.phrase.fill(obs[PROMPT]))
+        ids,mask = (x.to(obs[STATE].device) for x in self.phrase.fill(prompts_of(obs)))
         words = {"observation.language.tokens": ids, "observation.language.attention_mask": mask}
         return super().inputs(obs) | words
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ...core.names import ACTION, IMAGES, PAD, PROMPT, STATE, at_place, require
-from ..base import Context
+from ...core.names import ACTION, IMAGES, PAD, STATE, at_place, require
+from ..base import Context, prompts_of
 from ..heads import beta_time, masked_mean
 from .adapter import LeRobot, check_options, watching
 from ..vlm.pretrained import Stock, check_settings, quiet
@@ -196,7 +196,7 @@ class TinySmolVLA(SmolVLA):
 def inputs(self:SmolVLA, obs:dict)->dict:
     "What LeRobot's policy is given."
     batch = super(SmolVLA, self).inputs(obs)
-    ids,mask = (x.to(obs[STATE].device) for x in self.line.fill(obs[PROMPT]))
+    ids,mask = (x.to(obs[STATE].device) for x in self.line.fill(prompts_of(obs)))
     return batch | {"observation.language.tokens": ids, "observation.language.attention_mask": mask}
 
 @patch

@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 from ...core.names import ACTION, IMAGES, PAD, PROMPT, STATE, require
-from ..base import Context
+from ..base import Context, prompts_of
 from ..heads import masked_mean
 from .adapter import ACT, LeRobot
 from .denoising import Phrase, held, tiny_clip_tokenizer
@@ -79,7 +79,7 @@ class TinyXVLA(LeRobot):
 @patch
 def inputs(self:TinyXVLA, obs:dict)->dict:
     "What LeRobot's policy is given."
-    ids,_ = self.phrase.fill(obs[PROMPT])
+    ids,_ = self.phrase.fill(prompts_of(obs))
     more = self.net.config.tokenizer_max_length-ids.shape[1]
     if more < 0: self.check_prompts(obs[PROMPT])
     ids = torch.nn.functional.pad(ids, (0, more), value=self.phrase.pad)

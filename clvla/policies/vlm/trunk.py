@@ -13,8 +13,8 @@ from itertools import accumulate
 from unicodedata import normalize
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ...core.names import IMAGE, IMAGES, PROMPT, STATE, require
-from ..base import Context, Policy, camera_pixels, check_obs
+from ...core.names import IMAGE, IMAGES, STATE, require
+from ..base import Context, Policy, camera_pixels, check_obs, prompts_of
 from ..dropout import keep_seeds
 from ..heads import check_head
 from .pretrained import (Folder, check_modules, check_settings, choose_attention, find_folder,
@@ -241,7 +241,7 @@ def lora_targets(self:VLM):
 def encode(self:VLM, obs, tokens=False):
     "The trunk's rows; the state's is what heads read that want one vector."
     check_obs(obs, self.pixels, self.config["state_dim"])
-    ids,mask,*rows = (x.to(obs[STATE].device) for x in self.chat.rows(obs[PROMPT]))
+    ids,mask,*rows = (x.to(obs[STATE].device) for x in self.chat.rows(prompts_of(obs)))
     h = self.vlm(inputs_embeds=self.embed(ids, obs), attention_mask=mask.long(), **self.given(obs, ids, *rows),
                  use_cache=False).last_hidden_state.float()
     spans = self.chat.spans(ids.shape[1])
