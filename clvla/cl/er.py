@@ -32,7 +32,7 @@ class ER(CLAlgorithm):
         buffer_size:Count(0, none=True)=1000, # samples kept of each finished task; None or 0: all
         replay_ratio:float=.3,     # share of the batch that is replayed, in [0,1)
         sampling:SAMPLING="balanced", # "balanced": equally from each task; "rotating", "uniform": page cl/buffer
-        store:STORE="refs",        # "refs": numbers, read from the data; "values": copies; "deltas": sharing pixels
+        store:STORE="refs",        # "refs": samples by number; "values": copies; "deltas": copies that share pixels
         total_size:SIZE=None,      # samples kept of all tasks together, or bytes as "50 MB"; None: no bound
         seed:int=0,
         selection:SELECTION="random", # which frames are kept: page cl/selection

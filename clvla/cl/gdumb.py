@@ -18,7 +18,7 @@ class GDumb(FromScratch):
     @settled
     def __init__(self,
         total_size:SIZE=1000,     # samples kept of all tasks together, shared equally, or bytes as "50 MB"; None: all
-        store:STORE="refs",       # "refs": numbers, read from the data; "values": copies; "deltas": sharing pixels
+        store:STORE="refs",       # "refs": samples by number; "values": copies; "deltas": copies that share pixels
         seed:int=0,
         selection:SELECTION="random" # which frames are kept, as the initial policy sees them: page cl/selection
     ):
