@@ -69,6 +69,7 @@ def remove_half(
                          "folder")
     shutil.rmtree(path)
 
+# %% ../../nbs/data/01_frames.ipynb #fa7e0b12
 def write_store(
     path,             # new folder
     episodes,         # iterable of episodes

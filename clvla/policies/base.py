@@ -59,7 +59,8 @@ def check_action(
     if tuple(batch[ACTION].shape[1:]) != (H, A):
         raise ValueError(f"{ACTION} is {tuple(batch[ACTION].shape)}, the policy was built for (B,{H},{A}); "
                          "load the data with this H, or make a policy with its H and action size")
-    pad,B = batch[PAD],len(batch[STATE] if STATE in batch else batch[ACTION])
+    pad = batch[PAD]
+    B = len(batch[STATE] if STATE in batch else batch[ACTION])
     if len(batch[ACTION]) != B or pad.dtype != torch.bool or tuple(pad.shape) != (B, H):
         raise ValueError(f"{ACTION} has {len(batch[ACTION])} rows and {PAD} is {pad.dtype} {tuple(pad.shape)}; "
                          f"expected are {B} rows, as of {STATE}, and torch.bool ({B},{H}): true after the episode's end")
