@@ -90,3 +90,13 @@ def test_a_smoke_run_leaves_nonsense_to_the_agent(tmp_path, n_envs):
     from clvla.crl.learner import check_agent
     given = dict(suite=DOTS, smoke=True, algo_kw=dict(n_envs=n_envs), run_dir=str(tmp_path/"run"))
     with pytest.raises(ValueError, match="n_envs must be"): check_agent(resolve_agent(AgentConfig(**given)))
+
+
+def test_a_ray_of_ones_own_is_started_beside_others(monkeypatch):
+    "Without a word for it Ray joins what RAY_ADDRESS or its folder names, and refuses the number of cores; for real in tests/test_release.py."
+    ray = pytest.importorskip("ray", reason="needs the extra: pip install 'clvla[ray]'")
+    from clvla.crl.ray import start_ray
+    asked = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **kw: asked.append(kw))
+    assert start_ray("", 3) and (asked[0]["address"], asked[0]["num_cpus"]) == ("local", 3)

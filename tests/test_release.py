@@ -22,20 +22,12 @@ c.read(ROOT/"settings.ini", encoding="utf-8")
 REQUIREMENTS = {k: v.split() for k, v in c["DEFAULT"].items() if k == "requirements" or k.endswith("_requirements")}
 name_of = lambda requirement: re.match(r"[A-Za-z0-9._-]+", requirement)[0].lower().replace("_", "-").replace(".", "-")
 
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     "The wheel of these files, unpacked."
     home = tmp_path_factory.mktemp("wheel")
-    files = ["clvla", "nbs/protocols", "nbs/*.ipynb", "settings.ini", "setup.py", "MANIFEST.in", "README.md", "LICENSE"]
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *files]
-    for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
-        if not name or not (ROOT/name).exists(): continue
-        (home/"source"/name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT/name, home/"source"/name)
-    built = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(home/"wheels"), str(home/"source")]
-    done = subprocess.run(built, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    zipfile.ZipFile(next((home/"wheels").glob("clvla-*.whl"))).extractall(home/"installed")
+    zipfile.ZipFile(release_check.build(home, "--no-build-isolation")).extractall(home/"installed")
     shutil.rmtree(home/"source")
     return home/"installed"
 

@@ -176,3 +176,12 @@ def test_a_plan_beside_episodes_without_tasks(tmp_path, monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [v["p"] for v in found["verdicts"]] == [t["p"] for t in found["planned"]["tests"]]
     assert found["planned"]["tests"][0]["says"] == "shown"
+
+
+def test_a_file_s_metrics_that_lack_cells_are_named(tmp_path, capsys):
+    "As those of a run: they were left out."
+    from clvla.command.main import main
+    (tmp_path/"m.csv").write_text(",a,b\na,90,\nb,50,80\n")
+    assert main(["metrics", str(tmp_path/"m.csv")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "ASR            65.0" in said and "FWT               .  2 cells not measured" in said

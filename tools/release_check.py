@@ -112,14 +112,14 @@ def called(words, **kw):
     return done.stdout
 
 
-def build(folder):
-    "The wheel, built from a copy of the tracked files by an environment that pip makes for it."
+def build(folder, *options):
+    "The wheel, built by pip with these options from a copy of the files that git does not ignore; without options pip makes an environment for it."
     copy = folder/"source"
-    for name in called(["git", "ls-files", "-z"], cwd=ROOT).split("\0"):
+    for name in called(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT).split("\0"):
         if name and (ROOT/name).is_file():
             (copy/name).parent.mkdir(parents=True, exist_ok=True)
             (copy/name).write_bytes((ROOT/name).read_bytes())
-    called([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder/"wheels", copy])
+    called([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", folder/"wheels", copy])
     wheel, = (folder/"wheels").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert not [n for n in names if n.startswith(("tests/", "tools/", "docs/"))] and any(n.endswith("pages/run_cl.ipynb") for n in names)

@@ -165,9 +165,7 @@ def of_metrics(command:str, words:Words, o):
             raise ValueError(f"{path} is a file, and --recovery needs the folder of a run with its checkpoints")
         if o.write: raise ValueError(f"{path} is a file, and --write writes into the folder of a run; leave it out")
         m = runs.read_matrix(path)
-        d = runs.matrix_facts(m)
-        lines = [f"{k:<12} {v['value']:6.1f}" for k,v in d["metrics"].items() if v["value"] is not None]
-        return d,"\n".join([runs.matrix_text(m), "", *lines])
+        return runs.matrix_facts(m),f"{runs.matrix_text(m)}\n\n{runs.metrics_text(runs.matrix_metrics(m))}"
     r = runs.reached(runs.measured_at(path))
     files = runs.write_tables(r) if o.write else []
     probes,text = runs.recovered(path) if o.recovery else ({},"")

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LEARNERS', 'FORM', 'read_files', 'given_by', 'rows_text', 'matrix_text', 'metrics_text', 'Reached', 'reached',
            'finite', 'rows_of', 'facts', 'shown', 'lacking', 'told', 'begin', 'one_of', 'more_episodes', 'evaluated',
-           'side_by_side', 'comparison_text', 'comparison_facts', 'read_table', 'read_matrix', 'matrix_facts',
-           'measured_at', 'whole_run', 'write_tables', 'recovered', 'audited', 'asked', 'serve', 'state_text',
-           'results_text', 'has_blocks', 'watch', 'say_news']
+           'side_by_side', 'comparison_text', 'comparison_facts', 'read_table', 'read_matrix', 'matrix_metrics',
+           'matrix_facts', 'measured_at', 'whole_run', 'write_tables', 'recovered', 'audited', 'asked', 'serve',
+           'state_text', 'results_text', 'has_blocks', 'watch', 'say_news']
 
 # %% ../../nbs/command/01_runs.ipynb #a909a493
 import csv, json, sys, threading, time
@@ -81,7 +81,7 @@ def matrix_text(
 def metrics_text(
     table:pd.DataFrame # of `metrics_table`
 )->str:
-    "Metrics with their 95 % intervals; one that its cells do not give, as of a run that is not at its end, has a dot."
+    "Metrics with their 95 % intervals; one whose cells were not measured, as FWT where a stage plays no later task, has a dot."
     missing = lambda r: f"  {int(r.missing)} cell{'s'*(r.missing > 1)} not measured"*bool(r.missing)
     value = lambda r: f"{r.percent:6.1f}" if r.percent == r.percent else f"{'.':>6}"
     ends = lambda r: f"  [{r.low:.1f}, {r.high:.1f}]"*(r.low == r.low)   # a metric of your own has none
@@ -278,12 +278,18 @@ def read_matrix(
     return from_rates(R/(100 if (known > 1).any() else 1), [row[0] for row in rows], tasks)
 
 # %% ../../nbs/command/01_runs.ipynb #0f9eb01b
-def matrix_facts(
+def matrix_metrics(
     m:SuccessMatrix # without counts, so that nothing has an interval
-)->dict:
-    "Matrix and metrics for JSON."
+)->pd.DataFrame:    # as `metrics_text` reads it
+    "Metrics of a bare matrix."
+    none = float("nan")
     scale = lambda k: 1 if k in plain else 100
-    metrics = {k: dict(value=finite(scale(k)*v.value), missing=v.missing) for k,v in measure(m).items()}
+    return pd.DataFrame([dict(metric=k, percent=scale(k)*v.value, low=none, high=none, missing=v.missing)
+                         for k,v in measure(m).items()])
+
+def matrix_facts(m:SuccessMatrix)->dict:
+    "Matrix and metrics for JSON."
+    metrics = {r.metric: dict(value=finite(r.percent), missing=r.missing) for r in matrix_metrics(m).itertuples()}
     return dict(stages=list(m.stages), tasks=list(m.task_ids), success=rows_of(m.R), metrics=metrics)
 
 # %% ../../nbs/command/01_runs.ipynb #01644cb7

@@ -100,7 +100,7 @@ def check_effect(
     changed       # the settings whose value is not the default
 ):
     "ValueError for a changed setting that has no effect beside the others."
-    for name in (k for k in changed if k in kinds):
+    for name in (k for k in kinds if k in changed):
         for other,wanted in kinds[name].needs.items():
             found = settings[other]
             if found if wanted is ANY else found == wanted: continue
