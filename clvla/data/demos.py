@@ -15,7 +15,7 @@ from ..core.config import read_entries
 from ..core.files import fsync, json_text, read_json, sha256, write_json
 from ..core.seeds import np_rng
 from ..core.trials import trial_number
-from .frames import FrameStore, reuse_store, write_store
+from .frames import FrameStore, remove_half, reuse_store, write_store
 from .lerobot import read_lerobot
 from .lerobot_write import write_lerobot
 from .streams import Task
@@ -111,11 +111,8 @@ def recorded(
     data,note = out/"lerobot",out/SETTINGS
     if not out.exists(): return False
     if not note.exists() or not data.exists():
-        if other := sorted(f.name for f in out.iterdir() if not f.name.startswith(PARTS)):
-            raise ValueError(f"{out} holds no demonstrations, but {other[0]!r}, which would be lost; choose another "
-                             "folder")
+        remove_half(out, lambda name: name.startswith(PARTS), "folder of demonstrations")
         print(f"{out} is half-written (an earlier recording was interrupted there); it is recorded anew")
-        shutil.rmtree(out)
         return False
     old = read_entries(note, dict(settings=dict, files=dict, n_actions=int), f"remove {out}, and it is recorded anew",
                        ["n_actions"])
