@@ -81,7 +81,7 @@ def matrix_text(
 def metrics_text(
     table:pd.DataFrame # of `metrics_table`
 )->str:
-    "Metrics with their 95 % intervals; one whose cells were not measured, as FWT where a stage plays no later task, has a dot."
+    "Metrics with their 95 % intervals; a dot where cells were not measured, as of FWT when no later task is played."
     missing = lambda r: f"  {int(r.missing)} cell{'s'*(r.missing > 1)} not measured"*bool(r.missing)
     value = lambda r: f"{r.percent:6.1f}" if r.percent == r.percent else f"{'.':>6}"
     ends = lambda r: f"  [{r.low:.1f}, {r.high:.1f}]"*(r.low == r.low)   # a metric of your own has none

@@ -42,7 +42,7 @@ def append_jsonl(
     record:dict, # one line
     sealed:bool=False # with a checksum, so that `read_jsonl` notices when a byte of the line is changed later
 ):
-    "Append one record, in the place of a torn last line; OSError names the file, and no half line is left of the record that did not fit."
+    "Append one record, in the place of a torn last line; OSError names the file, and leaves no half line of a record."
     line = _line(record, sealed)
     try:
         with open(path, "a+b", buffering=0) as f:

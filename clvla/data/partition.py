@@ -50,7 +50,8 @@ def lerobot_info(
                          "fps; fetch the data set again")
     version = str(info.get("codebase_version"))
     if version.startswith("v3"): return info
-    how = f"python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=x/x --root={quote(str(path))} --push-to-hub=false"
+    root = quote(str(path))
+    how = f"python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=x/x --root={root} --push-to-hub=false"
     older = " (it takes v2.1; LeRobot 0.3 converts v2.0 to that)" if not version.startswith("v2.1") else ""
     raise ValueError(f"{path} has version {version}, needed is v3; convert it first, in a copy of the folder: "
                      f"{how}{older}")

@@ -63,7 +63,8 @@ def check_action(
     B = len(batch[STATE] if STATE in batch else batch[ACTION])
     if len(batch[ACTION]) != B or pad.dtype != torch.bool or tuple(pad.shape) != (B, H):
         raise ValueError(f"{ACTION} has {len(batch[ACTION])} rows and {PAD} is {pad.dtype} {tuple(pad.shape)}; "
-                         f"expected are {B} rows, as of {STATE}, and torch.bool ({B},{H}): true after the episode's end")
+                         f"expected are {B} rows, as of {STATE}, and torch.bool ({B},{H}): true after the "
+                         "episode's end")
 
 # %% ../../nbs/policies/00_base.ipynb #7c1e90b2
 def prompts_of(
@@ -72,7 +73,8 @@ def prompts_of(
     "The instructions; ValueError where they are missing, one text, or not one for each row."
     if PROMPT not in obs:
         raise ValueError(f"the batch lacks {PROMPT!r}, a list of instructions, one for each row; it has {sorted(obs)}")
-    prompts,B = obs[PROMPT],len(obs[STATE]) if STATE in obs else None
+    prompts = obs[PROMPT]
+    B = len(obs[STATE]) if STATE in obs else None
     if isinstance(prompts, str) or B not in (None, len(prompts)):
         found = repr(prompts[:60]) if isinstance(prompts, str) else f"{len(prompts)} instructions"
         raise ValueError(f"{PROMPT!r} is {found}; expected is a list of instructions, one for each of "
