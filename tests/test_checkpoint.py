@@ -393,7 +393,7 @@ def test_a_call_fails_at_each_step(tmp_path, monkeypatch, no, stays, name):
         assert not check_checkpoint(save(root, name, 6)) and load_checkpoint(latest_checkpoint(root, pytest.fail))["t"] == 6
         shutil.rmtree(root)
         if count[0] < k: break
-    assert k > 30 and failed > 25, (k, failed)
+    assert k > 30 and failed > 20, (k, failed)
 
 
 def test_the_folder_is_a_file(tmp_path):

@@ -481,7 +481,7 @@ class Old(Dot):
 kinds["old"] = Kind(label="an old simulator", env=Old, python=PYTHON)
 """
 
-def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkeypatch):
+def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkeypatch, request):
     import venv
     venv.create(tmp_path/"old", with_pip=False)
     site = next((tmp_path/"old/lib").glob("python*/site-packages"))
@@ -489,7 +489,8 @@ def test_a_kind_with_an_interpreter_of_its_own_needs_numpy_only(tmp_path, monkey
         if (source := Path(np.__file__).parents[1]/name).exists(): (site/name).symlink_to(source)
     python,plugin = str(tmp_path/"old/bin/python"),tmp_path/"old_plugin.py"
     plugin.write_text(f"PYTHON = {python!r}\n{OLD}")
-    monkeypatch.setattr(plugins, "_loaded", {})   # other tests' plugins may need torch, and later ones do not need this
+    monkeypatch.setattr(plugins, "_loaded", mine := {})   # other tests' plugins may need torch
+    request.addfinalizer(lambda: [plugins._forget(plugin.module) for plugin in mine.values()])   # and later tests need none of these
     (tmp_path/"torch_plugin.py").write_text("import torch\nfrom clvla.cl.all import algos\nalgos['torchy'] = 'clvla.cl.er:ER'\n")
     load_plugins([str(tmp_path/"torch_plugin.py"), str(plugin)])   # the first registers no kind, so the other interpreter leaves it out
     sp = [{"kind": k, "name": n} for k,n in (("old", "left"), ("dot", "left"), ("old", "up"))]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'system_message', 'os_error', 'fsync', 'write_atomic', 'write_json', 'json_text', 'read_json',
-           'clean_temporary', 'reserve', 'bus_error', 'expanded', 'data_folder', 'sha256', 'reading', 'places_of',
-           'settings_file']
+           'unfinished', 'clean_temporary', 'reserve', 'bus_error', 'expanded', 'data_folder', 'sha256', 'reading',
+           'places_of', 'settings_file']
 
 # %% ../../nbs/core/02_files.ipynb #8b73958a
 import errno, hashlib, importlib.util, json, os, platform, re, secrets, shutil, tempfile, time
@@ -53,7 +53,7 @@ def _write_error(path:Path, existed:bool, replaced:bool, e:OSError)->OSError:
     return os_error(f"could not write {path}: {system_message(e)}; {now}", e)
 
 # %% ../../nbs/core/02_files.ipynb #441a3709
-_temporary = set()   # folders in which this process is writing just now
+_temporary,_unfinished = set(),set()   # folders in which this process is writing just now; those of `unfinished`
 
 def write_atomic(
     path,                # where the file shall be
@@ -61,6 +61,7 @@ def write_atomic(
 )->Path:
     "Write a file in a temporary folder beside its place, sync it, rename it, sync the folder."
     path = Path(path)
+    if _unfinished.intersection(path.parents): return _write_plain(path, write)
     tmp = path.parent/f".{path.name}.{os.getpid()}@{platform.node()}.{secrets.token_hex(4)}.tmp"
     existed = replaced = False
     _temporary.add(tmp.name)
@@ -69,8 +70,7 @@ def write_atomic(
         path.parent.mkdir(parents=True, exist_ok=True)
         tmp.mkdir()
         write(str(tmp/path.name))
-        mode = tmp.stat().st_mode & 0o666   # readable for whom a new folder is; some writers make private files
-        if (tmp/path.name).stat().st_mode & 0o777 != mode: (tmp/path.name).chmod(mode)
+        _open_to_readers(tmp/path.name)
         fsync(tmp/path.name)
         os.replace(tmp/path.name, path)
         replaced = True
@@ -80,6 +80,11 @@ def write_atomic(
         shutil.rmtree(tmp, ignore_errors=True)
         _temporary.discard(tmp.name)
     return path
+
+def _open_to_readers(file:Path):
+    "Let a file be read by whom its new folder is open to; some writers make private files."
+    mode = file.parent.stat().st_mode & 0o666
+    if file.stat().st_mode & 0o777 != mode: file.chmod(mode)
 
 # %% ../../nbs/core/02_files.ipynb #80d12e9a
 def write_json(path, obj)->Path:
@@ -97,6 +102,25 @@ def read_json(path):
     try: return json.loads(Path(path).read_bytes().decode())
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not valid JSON ({e}); was it edited, or cut off?") from e
+
+# %% ../../nbs/core/02_files.ipynb #f1e50002
+@contextmanager
+def unfinished(
+    folder # that nobody reads before it gets its name
+):
+    "Inside, `write_atomic` writes the files of `folder` in place and unsynced; sync all of them before the folder is renamed."
+    _unfinished.add(folder := Path(folder))
+    try: yield folder
+    finally: _unfinished.discard(folder)
+
+def _write_plain(path:Path, write)->Path:
+    "Write a file of an unfinished folder."
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(str(path))
+        _open_to_readers(path)
+    except OSError as e: raise os_error(f"could not write {path}: {system_message(e)}", e) from e
+    return path
 
 # %% ../../nbs/core/02_files.ipynb #eb83bf82
 def clean_temporary(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from ..core.names import ACTION, IMAGE, IMAGES, PROMPT, STATE
 from ..core.config import read_entries
-from ..core.files import fsync, json_text, read_json, sha256, write_json
+from ..core.files import fsync, json_text, read_json, sha256, unfinished, write_json
 from ..core.seeds import np_rng
 from ..core.trials import trial_number
 from .frames import FrameStore, remove_half, reuse_store, write_store
@@ -141,7 +141,7 @@ def build(
         shutil.rmtree(work)
     try:
         work.parent.mkdir(parents=True, exist_ok=True)
-        make(work)
+        with unfinished(work): make(work)
         for path in [*work.rglob("*"), work]: fsync(path)
         work.rename(out)
         fsync(out.parent)

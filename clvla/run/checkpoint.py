@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from ..core.state import disk_error, load_state, save_state
 from ..core.files import (clean_temporary, fsync, json_text, os_error, read_json, sha256, system_message,
-                              write_json)
+                              unfinished, write_json)
 
 # %% ../../nbs/run/01_checkpoint.ipynb #341779cc
 def checkpoints(
@@ -74,21 +74,23 @@ def _fill(tmp:Path, state:dict, documents:dict, policy, extra):
     "Write a checkpoint's files and its manifest, all synced to the disk."
     _remove(tmp)
     tmp.mkdir(parents=True)
-    save_state(tmp/"state.safetensors", state)
-    for file,value in documents.items(): write_json(tmp/file, value)
-    for write in (policy, extra):
-        if write: write(tmp)
-    files = {}
-    for p in _files(tmp):
-        fsync(p)
-        files[p.relative_to(tmp).as_posix()] = dict(sha256=sha256(p), bytes=p.stat().st_size)
-    for folder in (p for p in tmp.rglob("*") if p.is_dir()): fsync(folder)
-    write_json(tmp/"manifest.json", dict(format=FORMAT, files=files))
+    with unfinished(tmp):
+        save_state(tmp/"state.safetensors", state)
+        for file,value in documents.items(): write_json(tmp/file, value)
+        for write in (policy, extra):
+            if write: write(tmp)
+        files = {name: dict(sha256=sha256(tmp/name), bytes=(tmp/name).stat().st_size) for name in _files(tmp)}
+        write_json(tmp/"manifest.json", dict(format=FORMAT, files=files))
+    for name in [*files, "manifest.json"]: fsync(tmp/name)
+    for folder,*_ in os.walk(tmp, topdown=False): fsync(folder)
 
 def _files(path:Path)->list:
-    "All files of a checkpoint but the hidden ones, which file systems and desktops put there."
-    return sorted(p for p in path.rglob("*")
-                  if not p.is_dir() and not any(part.startswith(".") for part in p.relative_to(path).parts))
+    "Names of all files of a checkpoint, as the manifest has them, but the hidden ones, which file systems and desktops put there."
+    names,is_shown = [],lambda name: not name.startswith(".")
+    for folder,folders,files in os.walk(path):
+        folders[:] = filter(is_shown, folders)
+        names += [os.path.relpath(os.path.join(folder, name), path) for name in filter(is_shown, files)]
+    return sorted(names)
 
 def _remove(p:Path, quiet:bool=False):
     "Remove a file or a folder, if it is there."
@@ -130,9 +132,8 @@ def check_checkpoint(
     try: files = read_manifest(path)
     except ValueError as e: return [str(e)]
     except OSError as e: return [f"manifest.json cannot be read ({system_message(e)})"]
-    present = {p.relative_to(path).as_posix() for p in _files(path)}
     problems = [text for file,entry in files.items() for text in _check_file(path/file, file, entry, deep)]
-    unexpected = sorted(present-{*files, "manifest.json"})
+    unexpected = sorted({*_files(path)}-{*files, "manifest.json"})
     return problems + [f"{file} is unexpected: the manifest does not name it" for file in unexpected]
 
 def _check_file(p:Path, file:str, entry:dict, deep:bool)->list:
