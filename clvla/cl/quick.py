@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['QuickStream', 'QuickData', 'quick_stream', 'QuickLoader', 'QuickHead', 'QuickPolicy', 'quick_loop', 'quick_engine',
-           'quick_prepare', 'quick_task', 'quick_losses', 'quick_run', 'plain', 'sources', 'run_key', 'kept_run',
-           'quick_compare', 'first_task', 'plot_forgetting']
+           'quick_prepare', 'quick_task', 'quick_losses', 'quick_run', 'plain', 'sources', 'code_hash', 'run_key',
+           'kept_run', 'quick_compare', 'first_task', 'plot_forgetting']
 
 # %% ../../nbs/cl/04_quick.ipynb #9054332e
 import ast, hashlib, json, os, sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -263,10 +264,17 @@ def sources(
         name = todo.pop()
         if name in hashes or not name.startswith("clvla."): continue
         module = sys.modules[name]
-        code = ast.dump(ast.parse(Path(module.__file__).read_text()))  # comments do not count
-        hashes[name] = hashlib.sha256(code.encode()).hexdigest()
+        hashes[name] = code_hash(module.__file__, Path(module.__file__).stat().st_mtime_ns)
         todo += [place for x in vars(module).values() if isinstance(place := getattr(x, "__module__", None), str)]
     return dict(sorted(hashes.items()))
+
+@lru_cache(maxsize=None)   # a comparison asks for the same modules before each of its runs
+def code_hash(
+    path:str,   # a Python file
+    changed:int # when it was written: a file that is edited is read again
+)->str:
+    "SHA-256 of the code of a file, in which comments do not count."
+    return hashlib.sha256(ast.dump(ast.parse(Path(path).read_text())).encode()).hexdigest()
 
 # %% ../../nbs/cl/04_quick.ipynb #ee6f4382
 def run_key(algo, seed:int, settings:dict)->str|None:
