@@ -74,7 +74,7 @@ def test_the_first_tutorial_works_as_pasted(run, project):
     assert re.fullmatch(r"[\d.]+ < [\d.]+", said.splitlines()[-1])
 
 
-SMALL = ["-p", "steps_per_task", "20", "-p", "n_trials", "2"]   # of the main job, whose folder keeps its name
+SMALL = ["-p", "steps_per_task", "5", "-p", "n_trials", "2"]   # of the main job, whose folder keeps its name
 FEW = ["-p", "n_trials", "2"]                                   # of its evaluation: after so few updates each episode lasts until its end
 
 
