@@ -255,6 +255,7 @@ def plain(
     classes.add(type(x))
     return [f"{type(x).__module__}:{type(x).__qualname__}", plain(vars(x), classes)]
 
+# %% ../../nbs/cl/04_quick.ipynb #f1e50007
 def sources(
     classes # where to begin
 )->dict:    # module -> SHA-256 of its code

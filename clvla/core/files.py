@@ -81,6 +81,7 @@ def write_atomic(
         _temporary.discard(tmp.name)
     return path
 
+# %% ../../nbs/core/02_files.ipynb #f1e50005
 def _open_to_readers(file:Path):
     "Let a file be read by whom its new folder is open to; some writers make private files."
     mode = file.parent.stat().st_mode & 0o666
