@@ -26,7 +26,7 @@ WANTED = {   # what somebody wants to do -> the pages for it, the first one firs
     "use LIBERO": "guides/libero envs/libero/08_env benchmarks/libero_five", "use Meta-World": "envs/metaworld/00_tasks envs/metaworld/01_env",
     "use Gymnasium, MiniGrid or games": "envs/gym/01_env envs/gym/05_games", "use LeRobot's data, policies or commands": "data/07_lerobot policies/lerobot/00_adapter run/18_lerobot",
     "fine-tune a large model": "policies/vlm/08_pretrained policies/04_lora policies/vlm/10_sizes benchmarks/full_size", "use a GPU": "benchmarks/gpu rl/27_placement",
-    "use several processes or machines": "guides/several_machines run/04_ranks train/02_zero", "stop, go on and watch": "guides/stop_and_continue run/12_watch run/09_resume",
+    "use several processes or machines": "guides/several_machines run/04_ranks train/02_zero", "stop, go on and watch": "guides/stop_and_continue run/12_watch command/11_watch run/09_resume",
     "start many runs": "run/14_sweep", "know what a machine lacks": "command/03_doctor", "play a trained policy on a robot": "train/14_robot",
     "come from another library": "guides/coming_from guides/terms cl/91_avalanche", "know what was measured": "claims", "see whether a published claim holds here": "atlas/atlas eval/21_verdict run/28_planned",
     "start from a pretrained policy": "guides/run_experiments train/21_recipe train/03_prepare policies/03_weights"}
