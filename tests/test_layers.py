@@ -24,6 +24,7 @@ MAY = dict(core=set(), data=set(), envs={"data"}, cl=set(), policies=set(), eval
 # (module, what a function in it imports): (the heavy library that importing it at the top would load, why it must not)
 LAZY = {
     ("clvla.run.__main__", "clvla.run.shell"): ("torch", "the process that starts the ranks of a run needs no torch"),
+    ("clvla.command.main", "clvla.command.watch"): ("torch", "a terminal answers --help and a wrong name at once"),
     ("clvla.command.main", "clvla.command.runs"): ("torch", "a terminal answers --help and a wrong name at once"),
     ("clvla.command.main", "clvla.command.search"): ("torch", "a terminal answers --help and a wrong name at once"),
     ("clvla.command.main", "clvla.command.stats"): ("torch", "a terminal answers --help and a wrong name at once"),

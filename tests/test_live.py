@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from clvla.command.runs import has_blocks, watch
+from clvla.command.watch import has_blocks, watch
 from clvla.core.files import write_json
 from clvla.run import watch as live
 from clvla.run.folder import RunFolder

@@ -144,8 +144,8 @@ def of_stream(command:str, words:Words, o):
 
 def of_serve(command:str, words:Words, o):
     "Serve a checkpoint until somebody ends it."
-    with loading(): from clvla.command import runs
-    runs.serve(runs.one_of(words, command), o)
+    with loading(): from clvla.command import runs, watch
+    watch.serve(runs.one_of(words, command), o)
     return {},""
 
 # %% ../../nbs/command/04_main.ipynb #40e55622
@@ -175,10 +175,10 @@ def of_metrics(command:str, words:Words, o):
 # %% ../../nbs/command/04_main.ipynb #a0f5e509
 def of_state(command:str, words:Words, o):
     "Watch a run, or stop it."
-    with loading(): from clvla.command import runs
+    with loading(): from clvla.command import runs, watch
     path = runs.one_of(words, command)
-    if command == "watch": return {},runs.watch(path, once=o.once) and ""
-    runs.Run.open(runs.whole_run(path)).stop()
+    if command == "watch": return {},watch.watch(path, once=o.once) and ""
+    watch.Run.open(runs.whole_run(path)).stop()
     return {},f"{path} was asked to stop; it saves where it is, and the same command goes on"
 
 # %% ../../nbs/command/04_main.ipynb #8f9d259b

@@ -15,7 +15,7 @@ import numpy as np
 from ..core.names import ACTION, IMAGES, PROMPT, closest, require
 from ..core.files import reading, write_json
 from ..core.pictures import as_picture, check_pixels
-from .frames import check_episode
+from .episodes import check_episode
 
 # %% ../../nbs/data/06_lerobot_write.ipynb #f01733f4
 CODECS = dict(png="image", h264="video")   # codec -> LeRobot's dtype of a picture column

@@ -17,7 +17,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 import plotly.graph_objects as go
 from ..core.files import write_json
-from .compare import holm
+from .paired import holm
 from .plots import report_html, small
 from .results import Results, read_results
 from .stats import mcnemar, wilson

@@ -14,7 +14,8 @@ from math import isnan
 import numpy as np
 import pandas as pd
 from .audit import fisher, newcombe, paired_interval, together
-from .compare import Run, holm, label
+from .compare import Run, label
+from .paired import holm
 from .plan import TESTS, brief, check_plan
 from .metrics import plain
 from .plots import Table

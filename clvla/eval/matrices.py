@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from ..core.seeds import np_rng
-from .compare import holm, read_run
+from .compare import read_run
+from .paired import holm
 from .metrics import SuccessMatrix, of_matrix
 from .results import counted, of_openvla, own_name
 from .stats import SIGNED, Outcomes, centred, outcomes, quantiles, resample

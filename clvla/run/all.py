@@ -14,7 +14,7 @@ learners = Registry("learner", imitation="clvla.train.learner:Imitation", practi
 configs = Registry("learner", imitation="clvla.train.config:TrainConfig",   # the config class of each
                    practice="clvla.rl.config:PracticeConfig", agent="clvla.crl.config:AgentConfig")
 # called with a resolved config
-checks = Registry("learner", imitation="clvla.train.prepare:check", practice="clvla.rl.learner:check_practice",
+checks = Registry("learner", imitation="clvla.train.prepare:check", practice="clvla.rl.checks:check_practice",
                   agent="clvla.crl.learner:check_agent")
 evaluations = Registry("learner", imitation="clvla.train.checkpoint_eval:eval_named", # called with run folder and name
                        practice="clvla.train.checkpoint_eval:eval_named", agent="clvla.crl.evaluate:eval_agent")
