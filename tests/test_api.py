@@ -1,6 +1,7 @@
 "The names of `import clvla`: light to import, the pages' own settings and run folders, and refusals."
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,32 @@ def test_evaluate_and_compare(runs):
     assert "er" in both._repr_html_()
     assert [list(trace.x) for trace in both.figure().data] == [(100*both.paired.difference).tolist()]*2
     assert list(compare(str(runs["er"].path.parent/"[es]*")).groups) == ["er", "sequential"]
+
+
+def test_a_run_that_is_named_twice_counts_once(runs, monkeypatch):
+    "By its absolute and its relative path, by a pattern, with a slash behind it; in a list, too."
+    er, other = runs["er"], runs["sequential"]
+    monkeypatch.chdir(er.path.parent)
+    one = compare(er, other, n_boot=20)
+    for named in ((er, other, "*"), ([er, other],), ("er/", "er", other.path), (er.path, "sequential", "./er")):
+        assert {k: len(rs) for k, rs in compare(*named, n_boot=20).groups.items()} == {k: len(rs) for k, rs in one.groups.items()} == dict(er=1, sequential=1)
+
+
+def test_a_path_is_a_path(runs, settings):
+    "Where a config stores text: the run is the same, and is gone on with."
+    given = settings("er", suite="dot_2", steps_per_task=10, n_trials=2, n_workers=1)
+    again = train("er", **given | dict(run_dir=Path(given["run_dir"]), data_dir=Path(given["data_dir"])))
+    assert repr(again) == repr(runs["er"])
+    with pytest.raises(ValueError, match="neither a registered stream nor an existing folder"): train("er", suite=Path("nowhere"))
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda er: compare(), "found no run, expected some of them"), (lambda er: compare([]), "found no run"),
+    (lambda er: compare(3), "expected what train, evaluate or open_run returned, or a folder, found 3"),
+    (lambda er: compare(er, baseline="err"), "there is no group 'err'; did you mean 'er'"),
+    (lambda er: load_policy(er), "the policy has several tasks; name one of left, right")])
+def test_what_is_no_run_or_no_task_is_refused(runs, call, says):
+    with pytest.raises(ValueError, match=says): call(runs["er"])
 
 
 def test_practice_and_agents(settings):

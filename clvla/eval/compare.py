@@ -93,11 +93,13 @@ def folders_of(
 )->dict: # folder -> whether it was named itself, and not found by a pattern
     "The folders that are named or match; each name has to match something."
     names = [n.strip() for n in (runs.split(",") if isinstance(runs, str) else map(str, runs))]
-    found = {}
+    found,places = {},{}   # a folder counts once, however it is written
     for n in names:
         matches = [n] if os.path.isdir(n) else sorted(glob.glob(n))   # [ and ] may be of a folder's name
         if not matches: raise ValueError(f"no folder matches {n!r} (looked from {Path.cwd()})")
-        for path in filter(os.path.isdir, matches): found[path] = found.get(path, False) or path == n
+        for path in filter(os.path.isdir, matches):
+            first = places.setdefault(os.path.realpath(path), path)
+            found[first] = found.get(first, False) or path == n
     return found
 
 def read_runs(

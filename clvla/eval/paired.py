@@ -79,8 +79,9 @@ def baseline_of(
     baseline:str="" # what the user says; empty: nothing
 )->str:             # a label
     "The group that the others are paired with: what the user says, else sequential, else the first."
-    if baseline: return baseline
-    return "sequential" if "sequential" in groups else next(iter(groups))
+    if not baseline: return "sequential" if "sequential" in groups else next(iter(groups))
+    if baseline not in groups: raise ValueError(f"there is no group {baseline!r}{closest(baseline, groups)}")
+    return baseline
 
 # %% ../../nbs/eval/22_paired.ipynb #c321ee3b
 def difference_points(
