@@ -66,9 +66,10 @@ def record_one(
         if n_actions is None: action = np.clip(action, -1, 1)
         more = [env.render(camera=c).copy() for c in env.cameras[1:]]
         frames.append((env.render().copy(), *more, np.array(env.state, np.float32), action))
-        _,success,terminated,_ = env.step(disturb(action, rng, noise, n_actions))
+        if left is not None: env.ended = False   # frames after success may lie behind the end
+        _,success,terminated,truncated = env.step(disturb(action, rng, noise, n_actions))
         if success and left is None: left = tail
-        if left == 0 or left is None and (terminated or step >= env.max_steps-1):
+        if left == 0 or left is None and (terminated or truncated or step >= env.max_steps-1):
             break   # its own end, or no time left: a failure
         if left is not None: left -= 1
     if left is None: return None

@@ -99,8 +99,8 @@ def _check_folders(
 ):
     "ValueError for ids that would give two tasks one folder, or one task a folder inside another's."
     if wrong := [i for i in ids if {"", "."} & {*i.split("/")}]:
-        raise ValueError(f"stream {name!r}: the task id {wrong[0]!r} names no folder of its own; choose an id without "
-                         "'.' and without empty parts between '/'")
+        raise ValueError(f"stream {name!r}: the task id {wrong[0]!r} names no folder of its own; choose an id of which "
+                         "no part between '/' is empty or '.'")
     if inside := [(i, k) for i in ids for k in ids if k.startswith(f"{i}/")]:
         raise ValueError(f"stream {name!r}: the folder of task {inside[0][1]!r} would lie inside that of task "
                          f"{inside[0][0]!r}; choose ids of which none continues another after '/'")

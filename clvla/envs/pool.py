@@ -66,6 +66,9 @@ def check_plain(
             raise ValueError(f"slot {slot}: {at} has the key {other[0]!r}, and a worker is sent texts for keys alone; "
                              "let the environment take another form of it")
         for key,part in value.items(): check_plain(part, slot, f"{at}[{key!r}]")
+    elif isinstance(value, tuple) and at.startswith("the spec['make']"):   # whoever made it may ask for its type
+        raise ValueError(f"slot {slot}: {at} is the tuple {value!r:.100}, and a worker is sent a list in its place; "
+                         "give a list, and let the environment make a tuple of it")
     elif isinstance(value, (list, tuple)):
         for i,part in enumerate(value): check_plain(part, slot, f"{at}[{i}]")
     else:
