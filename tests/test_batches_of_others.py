@@ -67,3 +67,21 @@ def test_average_of_a_wider_model():
     average = EMA(nn.Linear(1, 1, bias=False))
     wider = EMA(nn.Linear(3, 3, bias=False))
     with pytest.raises(ValueError, match="other parameters"): wider.load_state_dict(average.state_dict())
+
+
+def test_state_of_numpys_numbers(policy):
+    "torch spoke of two matrices."
+    for call,given in ((policy, batch()), (policy.predict_chunk, seen())):
+        with pytest.raises(ValueError, match=r"observation.state is torch.float64 \(2, 4\), policies read torch.float32"):
+            call(given | {STATE: torch.zeros(2, 4, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("head,A,more", [("l1", 4, {}), ("flow", 4, {}), ("discrete", 1, dict(n_actions=5))])
+def test_batch_without_rows(head, A, more):
+    "The loss was NaN, or the noise was asked for."
+    policy = make_policy("tiny", 48, 4, A, 8, head=head, **more)
+    none = seen(0) | {ACTION: torch.zeros(0, 8, A), PAD: torch.zeros(0, 8, dtype=torch.bool)}
+    noise,time = policy.draw(0)
+    for given in ({}, dict(noise=noise, time=time, reduction="none")):
+        with pytest.raises(ValueError, match="the batch is empty"): policy(none, **given)
+    with pytest.raises(ValueError, match="needs 1 observation or more, found none"): policy.predict_chunk(seen(0))

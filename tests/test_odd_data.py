@@ -9,13 +9,13 @@ from clvla.core.plugins import load_plugins
 from clvla.core.records import append_jsonl, keep_records, kept_record, read_jsonl
 from clvla.core.seeds import seed_of
 from clvla.data.check import main
-from clvla.data.demos import recorded
+from clvla.data.demos import noise_of, recorded
 from clvla.data.frames import check_episode, reuse_store, write_store
 from clvla.data.lerobot import import_lerobot
 from clvla.data.lerobot_read import read_lerobot
 from clvla.data.lerobot_write import write_lerobot
-from clvla.data.loader import TaskData
-from clvla.data.partition import lerobot_info
+from clvla.data.loader import TaskData, TaskLoader
+from clvla.data.partition import lerobot_info, partitions
 from clvla.data.stats import Processor, compute_stats
 from clvla.data.streams import Stream, Task, stream_from, stream_json
 from clvla.envs.all import make_stream
@@ -134,3 +134,41 @@ def test_a_plugins_file_is_named_whatever_stands_in_its_name(stem, tmp_path):
 def test_the_stream_of_the_working_folder_has_that_folders_name(tmp_path, monkeypatch):
     monkeypatch.chdir(write_lerobot(tmp_path/"pusht", [episode()]))
     assert (make_stream(".").name, make_stream("../pusht").name) == ("pusht", "pusht")
+
+@pytest.mark.parametrize("name", ["auto", "by_task_index", "by_dataset"])
+def test_one_folder_is_a_list_of_one(name, tmp_path):
+    path = write_lerobot(tmp_path/"pusht", [episode()])
+    assert partitions[name](str(path)) == partitions[name](path) == partitions[name]([path])
+
+@pytest.mark.parametrize("ids,said", [([".", "b"], "'.' names no folder"), (["", "b"], "'' names no folder"), (["a/", "b"], "'a/' names no folder"),
+    (["b/./c"], "names no folder"), (["b", "a", "a/b"], "'a/b' would lie inside that of task 'a'")])
+def test_tasks_without_a_folder_of_their_own(ids, said):
+    with pytest.raises(ValueError, match=said): Stream("s", [Task(i, i, i) for i in ids])
+    assert Stream("s", [Task(i, i, i) for i in ("a", "ab", "c/d", "c/e", "v1.0", ".x")]).ids[2] == "c/d"
+
+def test_the_check_says_how_columns_of_other_names_are_read(tmp_path, capsys):
+    path = write_lerobot(tmp_path/"r", [episode(pose=np.zeros((5,2)))]); info = json.loads((path/"meta/info.json").read_text())
+    del info["features"][STATE]; (path/"meta/info.json").write_text(json.dumps(info))
+    assert main([str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "lacks ['observation.state']" in said and "this check takes no layout; in a stream, say which column is which: suite=" in said
+    assert "name the cameras" not in said
+
+@pytest.mark.parametrize("rank,world", [(2, 2), (5, 2), (-1, 2), (0, 0)])
+def test_a_loader_of_a_process_that_there_is_not(rank, world, tmp_path):
+    stores = {"a": write_store(tmp_path/"a", [episode()])}; data = TaskData(stores, Processor(compute_stats(stores)), 4)
+    with pytest.raises(ValueError, match=f"of process {rank} of {world}; expected is a rank"): TaskLoader(data, ["a"], 0, rank=rank, world=world)
+
+def test_pictures_that_are_no_squares(tmp_path):
+    stores = {"a": write_store(tmp_path/"a", [episode(w=12)])}
+    with pytest.raises(ValueError, match=r"front 8 x 12 \(height x width\) are none; import the data with image_size"):
+        TaskData(stores, Processor(compute_stats(stores)), 4)
+
+def test_a_noise_of_no_axes():
+    for one in (np.array(.1), np.float64(.1), torch.tensor(.1, dtype=torch.float64), .1): assert noise_of(one, 4).tolist() == [.1, .1, .1, 0]
+    for wrong in (None, "abc", float("nan"), np.ones((2, 2)), [.1, None]):
+        with pytest.raises(ValueError, match="expected one finite number, or one per axis"): noise_of(wrong, 4)
+
+def test_a_data_set_of_no_episodes_is_named_as_it_was_given(tmp_path):
+    with pytest.raises(ValueError) as e: write_lerobot(tmp_path/"new/empty", iter(()))
+    assert str(e.value).startswith(f"{tmp_path/'new/empty'}: a data set needs at least one episode") and not (tmp_path/"new").exists()

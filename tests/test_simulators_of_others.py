@@ -5,6 +5,7 @@ import pytest
 from gymnasium import spaces
 
 from clvla.core.names import STATE
+from clvla.data.demos import record_one
 from clvla.data.streams import Stream, Task
 from clvla.envs.all import defaults_of, make_env
 from clvla.envs.gym.kind import CONTINUOUS
@@ -27,7 +28,14 @@ class Arm(gymnasium.Env):
     def step(self, action): return self.seen(),float(np.sum(action)),False,False,{}
 
 
+class Blind(Arm):
+    "It draws nothing, and its constructor knows of no way to draw."
+    metadata = dict(render_modes=[])
+    def __init__(self, size=(3, 3)): super().__init__(); self.size = size
+
+
 gymnasium.register("ArmOfOthers-v0", entry_point=Arm)
+gymnasium.register("BlindArmOfOthers-v0", entry_point=Blind)
 NAME = f"{__name__}:ArmOfOthers-v0"
 SPEC = dict(kind="gym", name="ArmOfOthers-v0", picture="none", state=["position"])
 
@@ -95,3 +103,49 @@ def test_perturbation_named_twice():
     "Of two strengths the first was dropped."
     with pytest.raises(ValueError, match="names one of them twice"): perturb_of("camera+light+camera:.5")
     assert perturb_of(dict(camera=np.float32(.5))) == dict(camera=.5)
+
+
+@pytest.mark.parametrize("name", ["BlindArmOfOthers-v0", f"{__name__}:BlindArmOfOthers-v0"])
+def test_constructor_without_render_mode(name):
+    "Where nobody reads its picture it is made as it is, and its actions are seen to be numbers."
+    spec = SPEC | dict(name=name)
+    assert make_env(spec, 8).reset(0)[STATE].tolist() == [2, 2, 2]
+    assert defaults_of(Stream("blind", [Task("arm", "arm", "reach", spec)]))["head"] == CONTINUOUS["head"]
+    with pytest.raises(TypeError, match="render_mode"): make_env(spec | dict(picture="render"), 8)
+    assert make_env(SPEC, 8).sim.unwrapped.spec.kwargs["render_mode"] == "rgb_array"   # one that knows it is told, as ever
+
+
+def test_no_step_behind_the_end():
+    "The simulator went on, and so did the count of steps."
+    env = make_env(SPEC | dict(max_steps=2), 8)
+    with pytest.raises(ValueError, match=r"the episode has ended; call reset\(trial\) first"): env.step([0., 0.])
+    env.reset(0)
+    assert [env.step([0., 0.])[3] for _ in range(2)] == [False, True]
+    with pytest.raises(ValueError, match=r"the episode has ended; call reset\(trial\) first"): env.step([0., 0.])
+    env.reset(0)
+    assert env.step([1., 0.])[0] == 2 and env.t == 1
+
+
+class Cut(Arm):
+    "It cuts its episode at step 2, and would be won at step 4."
+    def reset(self, **kw): self.t = 0; return super().reset(**kw)
+    def step(self, action):
+        self.t += 1
+        seen,*_ = super().step(action)
+        return seen,0.,False,self.t == 2,dict(is_success=self.t == 4)
+
+
+gymnasium.register("CutArmOfOthers-v0", entry_point=Cut)
+def forward(sim): return [1., 1.]
+
+
+def test_demonstrations_end_where_the_simulator_cuts():
+    spec = SPEC | dict(name="CutArmOfOthers-v0", success="is_success", expert=f"{__name__}:forward", max_steps=9)
+    assert record_one(make_env(spec, 8), 0, np.random.default_rng(0), 0, 2) is None
+
+
+def test_frames_after_success_may_lie_behind_the_end():
+    env = make_env(dict(kind="dot", name="left"), 16)
+    n = len(record_one(env, 0, np.random.default_rng(0), 0, 0)[STATE])
+    env = make_env(dict(kind="dot", name="left", max_steps=n), 16)
+    assert len(record_one(env, 0, np.random.default_rng(0), 0, 4)[STATE]) == n+4 and env.ended

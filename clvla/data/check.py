@@ -14,6 +14,7 @@ from ..core.names import ACTION, IMAGES, STATE
 from .gate import declared_size, lerobot_index
 from .lerobot import camera_map, episode_numbers, episode_pictures
 from .lerobot_write import QUANTILES, encode_png
+from .mixtures import how
 
 # %% ../../nbs/data/12_check.ipynb #363e7cbe
 def axis_names(
@@ -82,7 +83,8 @@ def check_lerobot(
     "What a data set is; ValueError when an import would refuse it."
     own = {STATE: STATE, ACTION: ACTION}
     index = lerobot_index(path)
-    used = camera_map(index.info, cameras, path, own, index.depth)
+    try: used = camera_map(index.info, cameras, path, own, index.depth)
+    except ValueError as e: raise ValueError(f"{e}; this check takes no layout; in a stream, {how(path)}") from e
     numbers = {k: np.concatenate(v) for k,v in episode_numbers(index, own).items()}
     feats,lengths = index.info["features"],[e.length for e in index.episodes]
     stats = {k: axis_stats(x, axis_names(feats[k], x.shape[1])) for k,x in numbers.items()}

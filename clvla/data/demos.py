@@ -29,9 +29,14 @@ def noise_of(
     A:int  # action numbers
 )->np.ndarray: # (A,)
     "The standard deviation of the noise on each axis of an action; axes that are not named have none."
-    given = (noise,)*3 if np.isscalar(noise) else tuple(noise)
-    if len(given) > A and not np.isscalar(noise): raise ValueError(f"noise has {len(given)} numbers, an action {A}")
-    return np.array([*given, *(0.,)*A][:A])
+    try: given = np.asarray([] if noise is None else noise, float)
+    except (TypeError, ValueError): given = np.array([np.nan])
+    if given.ndim > 1 or noise is None or not np.isfinite(given).all():
+        raise ValueError(f"noise is {noise!r:.80}, expected one finite number, or one per axis")
+    one = given.ndim == 0   # also of an array without axes, as a mean gives it
+    if len(given := np.repeat(given, 3) if one else given) > A and not one:
+        raise ValueError(f"noise has {len(given)} numbers, an action {A}")
+    return np.append(given, np.zeros(A))[:A]
 
 def disturb(
     action:np.ndarray, # (A,) what the expert wants to do
@@ -61,9 +66,10 @@ def record_one(
         if n_actions is None: action = np.clip(action, -1, 1)
         more = [env.render(camera=c).copy() for c in env.cameras[1:]]
         frames.append((env.render().copy(), *more, np.array(env.state, np.float32), action))
-        _,success,terminated,_ = env.step(disturb(action, rng, noise, n_actions))
+        if left is not None: env.ended = False   # frames after success may lie behind the end
+        _,success,terminated,truncated = env.step(disturb(action, rng, noise, n_actions))
         if success and left is None: left = tail
-        if left == 0 or left is None and (terminated or step >= env.max_steps-1):
+        if left == 0 or left is None and (terminated or truncated or step >= env.max_steps-1):
             break   # its own end, or no time left: a failure
         if left is not None: left -= 1
     if left is None: return None

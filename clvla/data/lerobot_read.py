@@ -32,7 +32,7 @@ def camera_map(
     lack = [k for k in needed if k not in feats] + ([] if pics else [f"{IMAGES}<camera>"])
     if lack:
         raise ValueError(f"{at} lacks {lack}; it has {sorted(feats)}. Needed are a state, an action and a camera; "
-                              "rename the columns, or name the cameras with `cameras={ours: theirs}`")
+                         "rename the columns, or give a layout (page data/layouts), which says which column is which")
     if wrong := [k for k in cameras or () if not str(k).startswith(IMAGES)]:
         raise ValueError(
             f"{at}: `cameras` names {wrong[0]!r}, expected a key that begins with {IMAGES!r}, as "

@@ -10,6 +10,7 @@ __all__ = ['CODECS', 'COUNTED', 'ORIENTATION', 'PLAIN', 'QUANTILES', 'column_typ
 # %% ../../nbs/data/06_lerobot_write.ipynb #42f93613
 import io, json, tempfile
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 import numpy as np
 from ..core.names import ACTION, IMAGES, PROMPT, closest, require
@@ -289,6 +290,9 @@ def write_lerobot(
     if type(fps) not in (int, float) or not 0 < fps < 1e6:
         raise ValueError(f"fps is {fps!r}, expected a number above 0")
     episodes = (_as_columns(ep, i) for i,ep in enumerate(episodes))
+    if (first := next(episodes, None)) is None:   # before a temporary folder has a name
+        raise ValueError(f"{path}: a data set needs at least one episode, found none")
+    episodes = chain([first], episodes)
     path.parent.mkdir(parents=True, exist_ok=True)
     require("pyarrow", "lerobot")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as tmp:

@@ -35,6 +35,9 @@ class TaskData:
                              f"{dims}")
         if any(shape != shapes[next(iter(shapes))] for shape in shapes.values()):
             raise ValueError(f"the tasks of a stream need pictures of equal height and width, found {shapes}")
+        if oblong := [f"{k} {h} x {w}" for k,(h,w) in next(iter(shapes.values())).items() if h != w]:
+            raise ValueError(f"policies read squares, and the pictures of {', '.join(oblong)} (height x width) are "
+                             "none; import the data with image_size, or write square pictures")
         self.stores,self.processor,self.H,self.prepare = dict(stores),processor,H,prepare
         self.task_ids,self.cameras,self.n_actions = list(stores),list(self.pixels),most_actions(stores.values())
 
@@ -137,6 +140,8 @@ class TaskLoader:
         device="cpu"            # where they will be needed; for a GPU, what is prepared ahead lies in pinned memory
     ):
         if not task_ids: raise ValueError("a loader needs at least one task, found none")
+        if not 0 <= rank < world:   # a share that is empty, or somebody else's
+            raise ValueError(f"a loader is of process {rank} of {world}; expected is a rank in 0..world-1")
         self.data,self.task_ids,self.seed,self.purpose = data,list(task_ids),seed,purpose
         self.rank,self.world,self.prefetch,self.device = rank,world,prefetch,torch.device(device)
         self.starts = np.cumsum([0]+[data.n_frames(k) for k in task_ids])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INFO_BYTES', 'KINDS', 'LONGEST', 'partitions', 'regular', 'lerobot_info', 'lerobot_tasks', 'used_tasks', 'slug',
-           'each_once', 'by_task_index', 'by_dataset', 'absolute_folders', 'fetch']
+           'one_or_more', 'each_once', 'by_task_index', 'by_dataset', 'absolute_folders', 'fetch']
 
 # %% ../../nbs/data/04_partition.ipynb #f9fb65d5
 import errno, os, re, stat
@@ -106,8 +106,15 @@ def slug(text:str, taken)->str:
     return next(i for i in (base, *(f"{base}-{k}" for k in range(2, 10_000))) if i not in taken)
 
 # %% ../../nbs/data/04_partition.ipynb #8166930a
-def each_once(paths:list)->list:
+def one_or_more(paths)->list:
+    "A list of folders; a text is one folder, not its letters."
+    return [paths] if isinstance(paths, (str, Path)) else list(paths)
+
+def each_once(
+    paths # folder, or several
+)->list:  # of folders
     "The folders; ValueError for one that is there twice, perhaps under two names: its frames would count twice."
+    paths = one_or_more(paths)
     known = {}
     for path in paths:
         whole = os.path.realpath(path)
@@ -118,7 +125,7 @@ def each_once(paths:list)->list:
         known[whole] = path
     return paths
 
-def by_task_index(paths:list)->list:
+def by_task_index(paths)->list:
     "One task per instruction, over all data sets."
     parts = {}
     for path in each_once(paths):
@@ -131,10 +138,10 @@ def by_task_index(paths:list)->list:
     return list(tasks.values())
 
 # %% ../../nbs/data/04_partition.ipynb #0cc6b191
-def by_dataset(paths:list)->list:
+def by_dataset(paths)->list:
     "One task per data set, whatever instructions it holds; each frame keeps its own instruction."
     tasks = {}
-    for path in paths:
+    for path in one_or_more(paths):
         texts,path = used_tasks(path),Path(os.path.abspath(path))
         i = slug(path.name, tasks)
         part = dict(path=str(path), task_index=list(texts))
@@ -142,7 +149,7 @@ def by_dataset(paths:list)->list:
     return list(tasks.values())
 
 # %% ../../nbs/data/04_partition.ipynb #7d5bdb46
-def _auto(paths:list)->list:
+def _auto(paths)->list:
     "`by_task_index` when that yields two tasks or more, else `by_dataset`."
     tasks = by_task_index(paths)
     return tasks if len(tasks) > 1 else by_dataset(paths)

@@ -89,8 +89,21 @@ def _check_stream(
     if not ids: raise ValueError(f"stream {name!r} has no tasks; a stream needs at least one")
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise ValueError(f"stream {name!r} has task ids twice: {twice}")
+    _check_folders(name, [i for i in ids if isinstance(i, str)])
     if type(cycles) is not int or cycles < 1:
         raise ValueError(f"cycles must be a whole number of at least 1, found {cycles!r}")
+
+def _check_folders(
+    name:str, # of the stream
+    ids:list  # of its tasks
+):
+    "ValueError for ids that would give two tasks one folder, or one task a folder inside another's."
+    if wrong := [i for i in ids if {"", "."} & {*i.split("/")}]:
+        raise ValueError(f"stream {name!r}: the task id {wrong[0]!r} names no folder of its own; choose an id of which "
+                         "no part between '/' is empty or '.'")
+    if inside := [(i, k) for i in ids for k in ids if k.startswith(f"{i}/")]:
+        raise ValueError(f"stream {name!r}: the folder of task {inside[0][1]!r} would lie inside that of task "
+                         f"{inside[0][0]!r}; choose ids of which none continues another after '/'")
 
 # %% ../../nbs/data/00_streams.ipynb #c0b4141a
 def _order(

@@ -75,12 +75,18 @@ class Steppable(Described):
     def _act(self, action)->tuple: raise NotImplementedError("one step; return reward, success, terminated")
 
     def step(self, action)->tuple:
-        "One action; returns reward, success, terminated, truncated."
-        reward,success,terminated = self._act(self.action(action))
+        "One action; returns reward, success, terminated, truncated. ValueError where no episode is under way."
+        action = self.action(action)
+        self.under_way()
+        reward,success,terminated = self._act(action)
         self.t += 1
         truncated = (self.cut or self.t >= self.max_steps) and not terminated
         self.ended = self.ended or terminated or truncated
         return reward,success,terminated,truncated
+
+    def under_way(self):
+        "ValueError after the episode's end, and before the first one."
+        if self.ended: raise ValueError(f"{self.task_id}: the episode has ended; call reset(trial) first")
 
     def action(self, action):
         "An action as `_act` takes it: (A,) clipped to [-1,1], or an int in 0..`n_actions`-1; ValueError for another."
@@ -116,7 +122,7 @@ class Env(Steppable):
 
     def step_chunk(self, actions, out=None, watch=())->tuple:
         "Actions (H,A) until the episode ends. `watch`: steps in 1..H to observe, or a dict step -> `out` of `obs`."
-        if self.ended: raise ValueError(f"{self.task_id}: the episode has ended; call reset(trial) first")
+        self.under_way()
         if not len(actions): raise ValueError(f"{self.task_id}: the chunk is empty; give one action or more, (H,A)")
         rewards,self.success_at,self.watched = [],0,{}
         outs = watch if isinstance(watch, dict) else {}

@@ -47,6 +47,9 @@ def check_obs(
                              "camera for each state")
     if obs[STATE].ndim != 2 or obs[STATE].shape[1] != state_dim:
         raise ValueError(f"{STATE} is {tuple(obs[STATE].shape)}, the policy was built for (B,{state_dim})")
+    if obs[STATE].dtype == torch.float64:   # as NumPy's numbers are
+        raise ValueError(f"{STATE} is torch.float64 {tuple(obs[STATE].shape)}, policies read torch.float32; give "
+                         "state.float(), or what Processor.obs makes of it")
 
 def check_action(
     batch:dict, # a batch
@@ -61,6 +64,7 @@ def check_action(
                          "load the data with this H, or make a policy with its H and action size")
     pad = batch[PAD]
     B = len(batch[STATE] if STATE in batch else batch[ACTION])
+    if not B: raise ValueError("the batch is empty, and a loss needs 1 row or more; leave it out")
     if len(batch[ACTION]) != B or pad.dtype != torch.bool or tuple(pad.shape) != (B, H):
         raise ValueError(f"{ACTION} has {len(batch[ACTION])} rows and {PAD} is {pad.dtype} {tuple(pad.shape)}; "
                          f"expected are {B} rows, as of {STATE}, and torch.bool ({B},{H}): true after the "
@@ -230,6 +234,7 @@ def chunks_noise(
 ):             # (B,H,A), with n > 1 (B,n,H,A), A as `noise_size`; None where the policy needs none
     "The noise of `predict_chunk`; ValueError when `n` or a given noise does not fit."
     if n < 1: raise ValueError(f"predict_chunk gives 1 chunk or more, asked for {n}")
+    if B < 1: raise ValueError("predict_chunk needs 1 observation or more, found none; leave the call out")
     if not policy.needs_noise:
         if n == 1 and noise is None: return None
         raise ValueError(f"a {type(policy.head).__name__} has one answer to an observation and takes no noise, found "

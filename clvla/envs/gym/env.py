@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['successes', 'WIDE', 'NARROW', 'BEGUN', 'STEPPED', 'said_success', 'action_space', 'vector', 'part', 'misfit_of',
-           'is_vector', 'span_of', 'square', 'make_sim', 'GymEnv', 'alike']
+           'is_vector', 'span_of', 'square', 'draws_itself', 'make_sim', 'GymEnv', 'alike']
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #0a924c70
 import copy, os
+from importlib import import_module
+from inspect import signature
 import numpy as np
 from PIL import Image
 from ...core.contract import ContractError, number, raised, shown, truth
@@ -97,16 +99,31 @@ def square(
     return out
 
 # %% ../../../nbs/envs/gym/01_env.ipynb #134dbef1
+def draws_itself(
+    name:str # as `gymnasium.make` takes it
+)->bool:
+    "Whether a Gymnasium constructor takes `render_mode`; True for a name of which `gymnasium.make` has more to say."
+    import gymnasium
+    module,_,own = name.rpartition(":")
+    if module: import_module(module)
+    spec = gymnasium.registry.get(own)
+    if spec is None or (made_by := spec.entry_point) is None: return True
+    if isinstance(made_by, str): made_by = gymnasium.envs.registration.load_env_creator(made_by)
+    taken = signature(made_by).parameters
+    return "render_mode" in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values())
+
 def make_sim(
     name:str,    # as `gymnasium.make` takes it
-    options:dict # further arguments of `gymnasium.make`
+    options:dict,# further arguments of `gymnasium.make`
+    drawn=True   # False: nobody reads its own picture, and its constructor need not have `render_mode`
 ):
     "A Gymnasium environment that draws arrays; ValueError when Gymnasium cannot make it."
     require("gymnasium", "gym")
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     import gymnasium
-    options = dict(render_mode="rgb_array", max_episode_steps=-1, disable_env_checker=True) | options
-    try: return gymnasium.make(name, **options)
+    try:
+        draws = {} if not drawn and not draws_itself(name) else dict(render_mode="rgb_array")
+        return gymnasium.make(name, **draws | dict(max_episode_steps=-1, disable_env_checker=True) | options)
     except (gymnasium.error.Error, ModuleNotFoundError) as e:
         raise ValueError(f"gymnasium cannot make {name!r}: {e}") from e
 
@@ -122,9 +139,10 @@ class GymEnv(Env):
 
     def __init__(self, spec, image_size=48, seed=0):
         super().__init__(spec, image_size, seed)
-        try: self.sim = make_sim(self.name, spec.get("make", {}))
-        except ValueError as e: raise ValueError(f"{self.task_id}: {e}") from e
         self.picture = spec.get("picture", "render")
+        unseen = {} if self.picture == "render" else dict(drawn=False)
+        try: self.sim = make_sim(self.name, spec.get("make", {}), **unseen)
+        except ValueError as e: raise ValueError(f"{self.task_id}: {e}") from e
         self.success = successes[spec.get("success", "terminated_with_reward")]
         self.planner = at_place(spec["expert"]) if "expert" in spec else None
         try: self.action_dim,self.n_actions,self.convert = action_space(self.sim.action_space)

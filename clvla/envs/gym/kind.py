@@ -26,7 +26,7 @@ CONTINUOUS = dict(head="flow", chunk=4)   # what suits actions that are numbers
 
 @lru_cache(maxsize=64)
 def has_box(
-    text:str # a name and arguments of `gymnasium.make`, as JSON
+    text:str # arguments of `make_sim`, as JSON
 )->bool:
     "Whether an environment's actions are numbers; False for one that cannot be made, which a run refuses later."
     try: sim = make_sim(*json.loads(text))
@@ -55,8 +55,8 @@ class Gym(Kind):
         "Discrete actions one at a time; numbers as chunks of a flow head."
         # for which the defaults were chosen
         own = {task.env["name"] for stream in self.streams().values() for task in stream.tasks}
-        others = {json_text([task.env["name"], task.env.get("make", {})]) for task in tasks
-                  if task.env["name"] not in own}
+        others = {json_text([task.env["name"], task.env.get("make", {}), task.env.get("picture", "render") == "render"])
+                  for task in tasks if task.env["name"] not in own}
         return self.defaults | (CONTINUOUS if any(map(has_box, others)) else {})
 
     def knows_success(self, spec:dict)->bool: return spec.get("success") != "never"
