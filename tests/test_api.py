@@ -104,7 +104,7 @@ def test_a_path_is_a_path(runs, settings):
     (lambda er: compare(), "found no run, expected some of them"), (lambda er: compare([]), "found no run"),
     (lambda er: compare(3), "expected what train, evaluate or open_run returned, or a folder, found 3"),
     (lambda er: compare(er, baseline="err"), "there is no group 'err'; did you mean 'er'"),
-    (lambda er: load_policy(er), "the policy has several tasks; name one of left, right")])
+    (lambda er: load_policy(er), "the policy has several tasks, and none was named; its tasks are left, right")])
 def test_what_is_no_run_or_no_task_is_refused(runs, call, says):
     with pytest.raises(ValueError, match=says): call(runs["er"])
 
