@@ -69,13 +69,6 @@ def test_average_of_a_wider_model():
     with pytest.raises(ValueError, match="other parameters"): wider.load_state_dict(average.state_dict())
 
 
-def test_state_of_numpys_numbers(policy):
-    "torch spoke of two matrices."
-    for call,given in ((policy, batch()), (policy.predict_chunk, seen())):
-        with pytest.raises(ValueError, match=r"observation.state is torch.float64 \(2, 4\), policies read torch.float32"):
-            call(given | {STATE: torch.zeros(2, 4, dtype=torch.float64)})
-
-
 @pytest.mark.parametrize("head,A,more", [("l1", 4, {}), ("flow", 4, {}), ("discrete", 1, dict(n_actions=5))])
 def test_batch_without_rows(head, A, more):
     "The loss was NaN, or the noise was asked for."

@@ -47,9 +47,6 @@ def check_obs(
                              "camera for each state")
     if obs[STATE].ndim != 2 or obs[STATE].shape[1] != state_dim:
         raise ValueError(f"{STATE} is {tuple(obs[STATE].shape)}, the policy was built for (B,{state_dim})")
-    if obs[STATE].dtype == torch.float64:   # as NumPy's numbers are
-        raise ValueError(f"{STATE} is torch.float64 {tuple(obs[STATE].shape)}, policies read torch.float32; give "
-                         "state.float(), or what Processor.obs makes of it")
 
 def check_action(
     batch:dict, # a batch
