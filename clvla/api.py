@@ -92,7 +92,8 @@ def result_of(
 
 def as_text(
     x # a value, or a list or dict of values
-):    # the same with each `Path` as the text that a config stores
+):    # of the same kind
+    "The same with each `Path` as the text that a config stores."
     if isinstance(x, dict): return {k: as_text(v) for k,v in x.items()}
     if isinstance(x, list): return [as_text(v) for v in x]
     return str(x) if isinstance(x, Path) else x

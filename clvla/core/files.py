@@ -109,7 +109,7 @@ def read_json(path):
 def unfinished(
     folder # that nobody reads before it gets its name
 ):
-    "Inside, `write_atomic` writes the files of `folder` in place and unsynced; sync all of them before the folder is renamed."
+    "Inside, `write_atomic` writes the files of `folder` in place, unsynced; sync them before the folder is renamed."
     _unfinished.add(folder := Path(folder))
     try: yield folder
     finally: _unfinished.discard(folder)

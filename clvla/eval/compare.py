@@ -19,7 +19,8 @@ from ..core.names import closest
 from ..core.files import read_json, reading
 from ..core.records import read_jsonl
 from .metrics import JOINT, SuccessMatrix, from_records, ids_of, measure_records, of_matrix, plain, upto
-from .paired import PAIRED, baseline_of, difference_points, holm, paired_table, said, versus   # read from here, too
+from .paired import PAIRED, baseline_of, difference_points, holm   # other pages take them from here
+from .paired import paired_table, said, versus
 from .plots import small
 from .stats import metric_intervals, seed_intervals, t_interval
 
