@@ -99,8 +99,6 @@ def task_of(
     if name in stream.ids: return stream[name]
     told = [task for task in stream.tasks if task.prompt == name] if name else list(stream.tasks)
     if len(told) == 1: return told[0]
-    if not name:
-        raise ValueError(f"the policy has several tasks, and none was named; its tasks are {', '.join(stream.ids)}")
     known = [*stream.ids, *(task.prompt for task in stream.tasks)]
     raise ValueError(
         f"the policy has no single task {name!r}{closest(name, known)}; its tasks are {', '.join(stream.ids)}")
