@@ -20,7 +20,9 @@ from .episodes import LARGEST, check_actions, check_episode   # read from here, 
 # %% ../../nbs/data/01_frames.ipynb #a8b452bd
 VERSION = 1   # of the folder's layout
 
-def of_store(name:str)->bool: return name.endswith(".npy") or name.startswith(".meta.json.")   # of a file
+def of_store(name:str)->bool:
+    "Whether a file's name is one that `write_store` makes before a store is whole."
+    return name.endswith(".npy") or name.startswith(".meta.json.")
 
 def remove_half(
     path:Path,     # a folder that was not written to its end

@@ -85,7 +85,7 @@ def _fill(tmp:Path, state:dict, documents:dict, policy, extra):
     for folder,*_ in os.walk(tmp, topdown=False): fsync(folder)
 
 def _files(path:Path)->list:
-    "Names of all files of a checkpoint, as the manifest has them, but the hidden ones, which file systems and desktops put there."
+    "Names of all files as the manifest has them, without hidden ones, which file systems and desktops put there."
     names,is_shown = [],lambda name: not name.startswith(".")
     for folder,folders,files in os.walk(path):
         folders[:] = filter(is_shown, folders)
