@@ -9,6 +9,7 @@ __all__ = ['Measured', 'Result', 'open_run', 'result_of', 'as_text', 'train', 'p
 # %% ../nbs/00_api.ipynb #c73a1dcf
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
@@ -96,7 +97,7 @@ def as_text(
     "The same with each `Path` as the text that a config stores."
     if isinstance(x, dict): return {k: as_text(v) for k,v in x.items()}
     if isinstance(x, list): return [as_text(v) for v in x]
-    return str(x) if isinstance(x, Path) else x
+    return str(x) if isinstance(x, PathLike) else x
 
 # %% ../nbs/00_api.ipynb #161496ce
 def train(
@@ -130,7 +131,7 @@ def path_of(
 )->Path:
     "Where a run or an evaluation lies."
     if isinstance(run, Measured): return run.path
-    if isinstance(run, (str, Path)): return Path(run)
+    if isinstance(run, (str, PathLike)): return Path(run)
     raise ValueError(f"expected what train, evaluate or open_run returned, or a folder, found {run!r}")
 
 def evaluate(

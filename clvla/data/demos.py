@@ -29,9 +29,9 @@ def noise_of(
     A:int  # action numbers
 )->np.ndarray: # (A,)
     "The standard deviation of the noise on each axis of an action; axes that are not named have none."
-    try: given = np.asarray([] if noise is None else noise, float)
+    try: given = np.asarray(noise, float)   # NaN for None
     except (TypeError, ValueError): given = np.array([np.nan])
-    if given.ndim > 1 or noise is None or not np.isfinite(given).all():
+    if given.ndim > 1 or not np.isfinite(given).all():
         raise ValueError(f"noise is {noise!r:.80}, expected one finite number, or one per axis")
     one = given.ndim == 0   # also of an array without axes, as a mean gives it
     if len(given := np.repeat(given, 3) if one else given) > A and not one:
